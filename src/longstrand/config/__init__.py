@@ -1,0 +1,40 @@
+"""Every number of a run: typed, strict records, read from and written to TOML; no torch."""
+
+from longstrand.config.reading import load_recipe, read_recipe_text, shipped_recipes
+from longstrand.config.records import (
+    GROUPS,
+    DataSection,
+    EvaluateSection,
+    Families,
+    MemorySection,
+    ModelSection,
+    Recipe,
+    ReportSection,
+    RunSection,
+    Source,
+    Split,
+    TrainSection,
+    parse_length,
+)
+from longstrand.config.writing import dump_toml, example_recipe
+
+__all__ = [
+    "GROUPS",
+    "DataSection",
+    "EvaluateSection",
+    "Families",
+    "MemorySection",
+    "ModelSection",
+    "Recipe",
+    "ReportSection",
+    "RunSection",
+    "Source",
+    "Split",
+    "TrainSection",
+    "dump_toml",
+    "example_recipe",
+    "load_recipe",
+    "parse_length",
+    "read_recipe_text",
+    "shipped_recipes",
+]
