@@ -1,20 +1,17 @@
 """Every number of a run: typed, strict records, read from and written to TOML; no torch."""
 
+from longstrand.config.base import parse_length
+from longstrand.config.data_records import DataSection, Families, Source, Split
 from longstrand.config.reading import load_recipe, read_recipe_text, shipped_recipes
 from longstrand.config.records import (
     GROUPS,
-    DataSection,
     EvaluateSection,
-    Families,
     MemorySection,
     ModelSection,
     Recipe,
     ReportSection,
     RunSection,
-    Source,
-    Split,
     TrainSection,
-    parse_length,
 )
 from longstrand.config.writing import dump_toml, example_recipe
 

@@ -22,7 +22,9 @@ def dotted(path: Path) -> str:
 
 def record_of(field: FieldInfo) -> type[BaseModel] | None:
     """The record that a field holds, alone, optionally or in a list."""
-    return next((t for t in _leaves(field.annotation) if isinstance(t, type) and issubclass(t, BaseModel)), None)
+    return next(
+        (t for t in _leaves(field.annotation) if isinstance(t, type) and issubclass(t, BaseModel)), None
+    )
 
 
 def is_list(field: FieldInfo) -> bool:

@@ -98,10 +98,12 @@ def _value_at(path: Path, values: Any) -> Any:
 
 
 def _describe(error: ErrorDetails, path: Path, values: dict[str, Any]) -> str:
+    if error["type"] == "missing" and isinstance(path[-1], int):
+        path = path[:-1]
     name, field = dotted(path), field_at(path)
     if error["type"] == "extra_forbidden":
         return f"{name}: unknown setting; {nearest_name(path)}"
-    if error["type"] == "missing":
+    if error["type"] == "missing" and path == _place(error["loc"]):
         return f"{name}: not set, and it has no default; {_remedy(path, None)}"
     if error["type"] == "value_error" and (field is None or record_of(field)):
         return f"{name}{'.' if name else ''}{_text(error)}"
@@ -142,14 +144,14 @@ def _rule(error: ErrorDetails, path: Path) -> str:
 
 def _remedy(path: Path, error: ErrorDetails | None) -> str:
     field, kind = field_at(path), error["type"] if error else "missing"
-    value = error["input"] if error else None
+    value: Any = error["input"] if error else None
     if kind in ("float_type", "int_type") and _is_number(value):
         return f"write {float(value)!r}" if kind == "float_type" else f"write {float(value):.0f}"
     if kind == "string_type" and not isinstance(value, dict | list):
         return f"write {show(str(value))}"
     if field is not None and field.examples:
         return f"for example {show(field.examples[0])}"
-    if field is None or field.is_required() or field.default is None:
+    if field is None or field.is_required() or field.default is None or record_of(field):
         return "see longstrand config show"
     return f"the default is {show(field.default)}"
 

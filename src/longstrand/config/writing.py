@@ -57,7 +57,9 @@ def toml_value(value: Any) -> str:
     return repr(value)
 
 
-def _section_lines(name: str, record: type[BaseModel], values: BaseModel | None, off: str = "") -> Iterator[str]:
+def _section_lines(
+    name: str, record: type[BaseModel], values: BaseModel | None, off: str = ""
+) -> Iterator[str]:
     """The lines of one table: its settings, then the tables inside it; `off` comments out what is absent."""
     later = []
     for key, field in record.model_fields.items():
