@@ -1,0 +1,66 @@
+"""SIGTERM and SIGINT: finish the step, save, then leave (pre-emption is normal on clusters)."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType, TracebackType
+from typing import Any
+
+from longstrand.errors import LongstrandError
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class Stopped(LongstrandError):
+    """The run ended early because a signal asked for it; the exit code is 128 + the signal's number."""
+
+    def __init__(self, number: int, message: str) -> None:
+        super().__init__(f"stopped by {signal.Signals(number).name}: {message}")
+        self.exit_code = 128 + number
+
+
+class StopRequests:
+    """Remembers the first signal while a step runs; a second one ends the process in the usual way."""
+
+    def __init__(self) -> None:
+        self.number: int | None = None
+        self._at_once: str | None = None
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> StopRequests:
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._receive) for number in SIGNALS}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._restore()
+
+    @contextmanager
+    def leaving_at_once(self, message: str) -> Iterator[None]:
+        """Within it a signal raises `Stopped(message)` where it meets the program: nothing would be lost."""
+        self._at_once = message
+        try:
+            if self.number is not None:
+                raise Stopped(self.number, message)
+            yield
+        finally:
+            self._at_once = None
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        self.number = number
+        self._restore()
+        if self._at_once is not None:
+            raise Stopped(number, self._at_once)
+        # print() must not be entered again from a handler.
+        os.write(2, b"finishing this step, then saving; the same signal again ends the run at once\n")
+
+    def _restore(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before = {}
