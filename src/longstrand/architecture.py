@@ -19,8 +19,8 @@ Json = dict[str, Any]
 class Architecture:
     """Every number of a `glm5_next` text model, under the names of its Hugging Face text config.
 
-    The defaults are those of transformers' `Glm5NextTextConfig`, taken where a config is silent
-    (`index_kpool` is 16 there, although the published checkpoints say 4); `defaulted` names the fields that were.
+    The defaults are those of transformers' `Glm5NextTextConfig` and stand where a config is silent
+    (`index_kpool` is 16 there, although the published checkpoints say 4); `defaulted` names those fields.
     """
 
     layer_types: tuple[str, ...]  # "linear_attention" (KDA) or "indexed_attention" (DSA)

@@ -1,0 +1,202 @@
+"""Weights of a Hugging Face folder into a model, every tensor accounted for."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from longstrand.architecture import Architecture
+from longstrand.errors import UserError
+from longstrand.model.hf.files import DTYPES, FP8, WeightFiles, nearest, read_json
+from longstrand.model.hf.fp8 import dequantise, scale_name, scale_shape
+from longstrand.model.hf.names import (
+    Part,
+    Shape,
+    find_prefix,
+    full_name,
+    keeps_float32,
+    kept_aside,
+    parameter_shapes,
+    spellings,
+)
+
+_TIED_HEAD = Part("lm_head.weight", "embed_tokens.weight")
+
+
+@dataclass(frozen=True)
+class SourceInfo:
+    """Where a model's weights came from, and what it takes to write them back alike."""
+
+    folder: Path
+    config: dict[str, Any]
+    prefix: str  # before the names of the text model
+    parts: tuple[Part, ...]
+    dtypes: dict[str, str]  # safetensors dtype of each tensor, by its name in the files
+    aside: dict[str, Path]  # vision and multi-token-prediction tensors and their files
+    casts: Counter[str] = field(default_factory=Counter)  # "F32 to bfloat16": tensors cast while loading
+
+    @property
+    def is_fp8(self) -> bool:
+        return FP8 in self.dtypes.values()
+
+
+def read_config(folder: Path) -> tuple[dict[str, Any], Architecture]:
+    """The config of a folder, as it is and as we understand it."""
+    path = folder / "config.json"
+    if not path.is_file():
+        raise UserError(f"{path}: no such file; a checkpoint folder needs its config.json")
+    config = read_json(path)
+    return config, Architecture.from_hf(config, where=str(path))
+
+
+def read_weights(folder: Path, architecture: Architecture) -> Iterator[tuple[Part, Tensor]]:
+    """Every part of every parameter, in the dtype of the file (FP8 as float32), one at a time.
+
+    Raises:
+        UserError: a file or tensor is missing, extra, wrongly shaped or typed, not finite, or cut short.
+    """
+    with WeightFiles(folder) as files:
+        yield from _read_parts(files, _resolve(files, architecture))
+
+
+def load_into(model: nn.Module, folder: Path) -> SourceInfo:
+    """Fills a model's parameters and buffers from a folder, one tensor of a file at a time.
+
+    The numbers are cast to the dtype that each parameter already has; casts are counted in the result.
+
+    Raises:
+        UserError: as `read_weights`.
+    """
+    config, architecture = read_config(folder)
+    targets = named_tensors(model, architecture)
+    with WeightFiles(folder) as files, torch.no_grad():
+        source = _resolve(files, architecture, config)
+        for part, tensor in _read_parts(files, source):
+            target = targets[part.parameter].data[part.index]
+            if part == _TIED_HEAD:
+                _check_tied(files, target, tensor)
+                continue
+            if tensor.dtype != target.dtype:
+                stored = source.dtypes[full_name(part.tensor, source.prefix)]
+                source.casts[f"{stored} to {str(target.dtype).removeprefix('torch.')}"] += 1
+            target.copy_(tensor)
+    return source
+
+
+def named_tensors(model: nn.Module, architecture: Architecture) -> dict[str, Tensor]:
+    """The parameters and buffers that a checkpoint holds, by name; checked against the architecture."""
+    found: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    found |= {name: buffer for name, buffer in model.named_buffers() if name in model.state_dict()}
+    if architecture.tie_word_embeddings:
+        found.pop("lm_head.weight", None)
+    shapes = {name: tuple(tensor.shape) for name, tensor in found.items()}
+    expected = parameter_shapes(architecture)
+    if shapes != expected:
+        raise ValueError(f"model and architecture disagree: {sorted(shapes.items() ^ expected.items())}")
+    low = (torch.bfloat16, torch.float16)
+    if rounded := [name for name, tensor in found.items() if keeps_float32(name) and tensor.dtype in low]:
+        raise ValueError(f"{rounded[0]} is {found[rounded[0]].dtype} in the model; it must be float32")
+    return found
+
+
+def _resolve(
+    files: WeightFiles, architecture: Architecture, config: dict[str, Any] | None = None
+) -> SourceInfo:
+    """Which tensor holds what; every tensor of the files has exactly one use."""
+    config = read_config(files.folder)[0] if config is None else config
+    prefix = find_prefix(files.stored)
+    if prefix is None:
+        name = full_name("embed_tokens.weight")
+        raise UserError(f"{files.folder}: {name} is missing{nearest(name, files.stored)}")
+    parts: list[Part] = []
+    for parameter, shape in parameter_shapes(architecture).items():
+        parts += _find_spelling(files, prefix, parameter, shape)
+    if architecture.tie_word_embeddings and "lm_head.weight" in files.stored:
+        parts.append(_TIED_HEAD)
+    used = {full_name(part.tensor, prefix) for part in parts}
+    _check_tensors(files, prefix, parts, architecture, quantised=bool(_quantization(config)))
+    scales = {scale_name(name) for name in used if files.stored[name].dtype == FP8}
+    aside = kept_aside(files.stored, prefix, architecture.num_hidden_layers) - used - scales
+    for name, stored in files.stored.items():
+        if name not in used | scales | aside:
+            raise UserError(f"{stored.file}: {name} is not a tensor of this model{nearest(name, used)}")
+    dtypes = {name: stored.dtype for name, stored in files.stored.items()}
+    return SourceInfo(
+        files.folder, config, prefix, tuple(parts), dtypes, {name: files.stored[name].file for name in aside}
+    )
+
+
+def _quantization(config: dict[str, Any]) -> object:
+    return config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config")
+
+
+def _find_spelling(files: WeightFiles, prefix: str, parameter: str, shape: Shape) -> list[Part]:
+    ways = list(spellings(parameter, shape))
+    missing = [[p for p in way if full_name(p.tensor, prefix) not in files.stored] for way in ways]
+    for way, absent in zip(ways, missing, strict=True):
+        if not absent:
+            return way
+    started = next((i for i, way in enumerate(ways) if len(missing[i]) < len(way)), 0)
+    name = full_name(missing[started][0].tensor, prefix)
+    raise UserError(f"{files.folder}: {name} is missing{nearest(name, files.stored)}")
+
+
+def _check_tensors(
+    files: WeightFiles, prefix: str, parts: list[Part], architecture: Architecture, quantised: bool
+) -> None:
+    shapes = parameter_shapes(architecture)
+    for part in parts:
+        name = full_name(part.tensor, prefix)
+        stored = files.stored[name]
+        shape = _part_shape(shapes[part.parameter], part)
+        if part.rows is not None:
+            shape = (3 * shape[0], *shape[1:])  # the convolutions of q, k and v in one tensor
+        if stored.shape != shape:
+            found = f"{name} has shape {list(stored.shape)}"
+            raise UserError(f"{stored.file}: {found}, but config.json means {list(shape)}")
+        if stored.dtype == FP8 and part.rows is None:
+            _check_scale(files, name, quantised)
+        elif stored.dtype not in DTYPES:
+            raise UserError(
+                f"{stored.file}: {name} is {stored.dtype}; it must be {', '.join(DTYPES)} or {FP8}"
+            )
+
+
+def _part_shape(shape: Shape, part: Part) -> Shape:
+    return tuple(torch.empty(shape, device="meta")[part.index].shape)
+
+
+def _check_scale(files: WeightFiles, name: str, quantised: bool) -> None:
+    stored, scale = files.stored[name], scale_name(name)
+    if not quantised:
+        raise UserError(f"{stored.file}: {name} is {FP8}, but config.json has no quantization_config")
+    if scale not in files.stored:
+        raise UserError(f"{files.folder}: {scale} is missing; {name} is {FP8}{nearest(scale, files.stored)}")
+    found, shape = files.stored[scale], scale_shape(stored.shape)
+    if (found.dtype, found.shape) != ("F32", shape):
+        rule = f"it must be F32 {list(shape)}, one factor per block of 128 x 128"
+        raise UserError(f"{found.file}: {scale} is {found.dtype} {list(found.shape)}; {rule}")
+
+
+def _read_parts(files: WeightFiles, source: SourceInfo) -> Iterator[tuple[Part, Tensor]]:
+    for part in source.parts:
+        name = full_name(part.tensor, source.prefix)
+        tensor = files.read(name, part.rows)
+        if source.dtypes[name] == FP8:
+            tensor = dequantise(tensor, files.read(scale_name(name)))
+        if not torch.isfinite(tensor).all():
+            raise UserError(f"{files.stored[name].file}: {name} holds numbers that are not finite")
+        yield part, tensor
+
+
+def _check_tied(files: WeightFiles, target: Tensor, tensor: Tensor) -> None:
+    if not torch.equal(target, tensor.to(target)):
+        stored = files.stored[_TIED_HEAD.tensor]
+        rule = "but tie_word_embeddings is true; set it to false to have both"
+        raise UserError(f"{stored.file}: {_TIED_HEAD.tensor} differs from {_TIED_HEAD.parameter}, {rule}")
