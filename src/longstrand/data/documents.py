@@ -1,0 +1,78 @@
+"""Documents as lists of parts: which stretch of which store, before any letter is read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Stretches of stores; entry i is `[start[i], end[i])` of store `store[i]`, read on the other strand if turned.
+
+    Positions count from the start of the store's values (letters, or tokens where the store holds tokens).
+    """
+
+    store: np.ndarray  # int64[P]
+    start: np.ndarray  # int64[P]
+    end: np.ndarray  # int64[P]
+    turned: np.ndarray  # bool[P]
+
+    @classmethod
+    def empty(cls) -> Parts:
+        none = np.empty(0, np.int64)
+        return cls(none, none, none, none.astype(bool))
+
+    @classmethod
+    def joined(cls, many: Sequence[Parts]) -> Parts:
+        if not many:
+            return cls.empty()
+        fields = ("store", "start", "end", "turned")
+        return cls(*(np.concatenate([getattr(parts, name) for parts in many]) for name in fields))
+
+    def __len__(self) -> int:
+        return len(self.start)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        return self.end - self.start
+
+    def take(self, index: np.ndarray) -> Parts:
+        return Parts(self.store[index], self.start[index], self.end[index], self.turned[index])
+
+    def first(self, lengths: np.ndarray) -> Parts:
+        """The first `lengths[i]` letters of each part, along its own strand."""
+        start = np.where(self.turned, self.end - lengths, self.start)
+        return Parts(self.store, start, start + lengths, self.turned)
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Documents in a row of parts: document d is the parts `bounds[d]:bounds[d + 1]`, one after the other."""
+
+    parts: Parts
+    bounds: np.ndarray  # int64[D+1]
+
+    @classmethod
+    def of_one_part_each(cls, parts: Parts) -> Documents:
+        return cls(parts, np.arange(len(parts) + 1))
+
+    @classmethod
+    def of_groups(cls, parts: Parts, groups: Sequence[np.ndarray]) -> Documents:
+        """One document per group of indices into `parts`."""
+        order = np.concatenate([np.empty(0, np.int64), *groups]).astype(np.int64)
+        return cls(parts.take(order), np.cumsum([0, *map(len, groups)]))
+
+    def __len__(self) -> int:
+        return len(self.bounds) - 1
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """int64[D]: letters or tokens of each document."""
+        ends = np.concatenate([[0], np.cumsum(self.parts.lengths)])
+        return np.diff(ends[self.bounds])
+
+    def parts_of(self, document: int) -> Parts:
+        return self.parts.take(np.arange(self.bounds[document], self.bounds[document + 1]))
