@@ -1,0 +1,180 @@
+"""The commands. Each imports what it needs when it is called: `--help` and `config` load no torch."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import pkgutil
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import longstrand
+from longstrand.config import Recipe, dump_toml, example_recipe, load_recipe, parse_length
+from longstrand.errors import UserError
+
+app = typer.Typer(
+    help="Train open hybrid language models on sequences of a million tokens and more.",
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+config_app = typer.Typer(help="Show what a recipe can set.", no_args_is_help=False)
+app.add_typer(config_app, name="config")
+
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", metavar="a.b=c", help="Override a setting; values are TOML, a bare word is a string."
+    ),
+]
+RecipeFile = Annotated[
+    str, typer.Argument(metavar="RECIPE", help="A TOML file, or the name of a shipped recipe.")
+]
+Run = Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run.")]
+
+
+@app.callback(invoke_without_command=True)
+def start(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Show the version.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+) -> None:
+    """Train open hybrid language models on sequences of a million tokens and more."""
+    if version:
+        typer.echo(f"longstrand {longstrand.__version__}")
+    elif context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+@app.command()
+def init(
+    data: Annotated[str, typer.Option(help="FASTA or JSONL to train on, or a glob.")],
+    length: Annotated[str, typer.Option(help='Tokens of a sequence: "131072", "512k", "1M".')],
+    model: Annotated[
+        str, typer.Option(help="Hugging Face folder, config.json, or a shipped config.")
+    ] = "toy",
+    out: Annotated[
+        Path | None, typer.Option(help="The recipe's file; by default named after the data.")
+    ] = None,
+) -> None:
+    """Write a commented recipe for your data."""
+    from longstrand.cli.starting import write_recipe
+
+    path = write_recipe(data, _length(length), model, out)
+    typer.echo(f"{path}: written; edit it, then: longstrand train {path}")
+
+
+@app.command()
+def train(
+    recipe: RecipeFile,
+    overrides: Overrides = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest whole checkpoint.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, train nothing.")] = False,
+) -> None:
+    """Train as a recipe says, evaluate, and write the report."""
+    settings = load_recipe(recipe, overrides)
+    from longstrand.train.sft import train as run_training
+
+    run = run_training(settings, resume=resume, dry_run=dry_run)
+    if not dry_run:
+        report(run)
+
+
+@app.command()
+def evaluate(
+    checkpoint: Annotated[
+        Path, typer.Argument(metavar="CHECKPOINT_OR_RUN", help="A run, a checkpoint, or a model folder.")
+    ],
+    data: Annotated[list[str], typer.Option(help="FASTA or JSONL to score, or a glob; files may follow it.")],
+    length: Annotated[str, typer.Option(help='Tokens of a sequence: "131072", "512k", "1M".')],
+    more_data: Annotated[
+        list[str] | None, typer.Argument(metavar="[FILE]...", help="More files to score.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Score a model on held-out data by position."""
+    tokens = _length(length)
+    from longstrand.evaluate import run_evaluation
+
+    series = run_evaluation(checkpoint, data=[*data, *(more_data or [])], length=tokens)
+    if as_json:
+        typer.echo(json.dumps(series))
+
+
+@app.command()
+def report(run: Run) -> None:
+    """Write a run's report.html and plots."""
+    from longstrand.report import write_report
+
+    typer.echo(write_report(run))
+
+
+@app.command()
+def export(
+    run: Run, out: Annotated[Path, typer.Option(help="The Hugging Face folder to write; must not exist yet.")]
+) -> None:
+    """Write the weights of a run's newest checkpoint as a Hugging Face folder."""
+    from longstrand.export import export_run
+
+    export_run(run, out)
+    typer.echo(out)
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option(help="Where the demo writes.")] = Path("runs/demo"),
+    seeds: Annotated[int, typer.Option(min=1, help="How often it is repeated, with other seeds.")] = 1,
+) -> None:
+    """Fine-tune a small shipped model on related sequences and show the report (about 10 minutes)."""
+    from longstrand.demo import run_demo
+
+    typer.echo(run_demo(out, seeds))
+
+
+@app.command(
+    add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True}
+)
+def bench(context: typer.Context) -> None:
+    """Measure speed and memory: longstrand bench NAME ..."""
+    import longstrand.bench
+
+    names = [m.name for m in pkgutil.iter_modules(longstrand.bench.__path__) if not m.name.startswith("_")]
+    name = context.args[0] if context.args else ""
+    if name not in names:
+        raise UserError(f"bench {name}: no such measurement; one of: {', '.join(names)}")
+    raise typer.Exit(importlib.import_module(f"longstrand.bench.{name}").main(context.args[1:]))
+
+
+@app.command()
+def doctor() -> None:
+    """Show this machine and what will and will not work on it."""
+    from longstrand.doctor import examine, show
+
+    show(examine(Path.cwd(), os.environ))
+
+
+@config_app.command()
+def schema() -> None:
+    """Print the JSON schema of a recipe."""
+    typer.echo(json.dumps(Recipe.model_json_schema(), indent=2))
+
+
+@config_app.command()
+def show(
+    recipe: Annotated[str | None, typer.Argument(metavar="[RECIPE]", help="By default an example.")] = None,
+    overrides: Overrides = None,
+) -> None:
+    """Print a recipe with every setting, its meaning and its default."""
+    typer.echo(dump_toml(load_recipe(recipe, overrides) if recipe else example_recipe()), nl=False)
+
+
+def _length(text: str) -> int:
+    try:
+        length = parse_length(text)
+    except ValueError as error:
+        raise UserError(f"--length {text}: {error}") from None
+    if length < 2:
+        raise UserError(f"--length {text}: must be at least 2 tokens")
+    return length

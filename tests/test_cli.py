@@ -1,0 +1,185 @@
+"""The command line: exit codes, one-line errors, and what `init`, `config` and `doctor` write."""
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from longstrand.cli import main
+from longstrand.config import Recipe, example_recipe, load_recipe
+from longstrand.doctor import examine
+from longstrand.errors import CheckFailed, RunFailed, UserError
+
+
+@dataclass
+class Called:
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def call(monkeypatch, capsys):
+    """Runs the command line in this process, as the installed command does."""
+
+    def run(*arguments: str) -> Called:
+        monkeypatch.setattr(sys, "argv", ["longstrand", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        captured = capsys.readouterr()
+        return Called(ended.value.code or 0, captured.out, captured.err)
+
+    return run
+
+
+@pytest.fixture
+def genome(tmp_path, monkeypatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "my genome.fa"
+    path.write_text(">one\n" + "ACGT" * 64 + "\n")
+    return path
+
+
+def is_one_line(called: Called) -> bool:
+    return called.err.startswith("error: ") and called.err.count("\n") == 1 and "Traceback" not in called.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["fly"], "No such command 'fly'"),
+        (["train"], "Missing argument 'RECIPE'"),
+        (["train", "human_x", "--fast"], "No such option"),
+        (["train", "nowhere.toml"], "nowhere.toml: no such recipe"),
+        (["train", "human_x", "--set", "train.learning_rat=1"], 'did you mean "lr"?'),
+        (["train", "human_x", "--set", "train.steps=1e5"], "write 100000"),
+        (["config", "show", "nowhere.toml"], "nowhere.toml: no such recipe"),
+        (["init", "--data", "nowhere.fa", "--length", "1M"], "--data nowhere.fa: no such file"),
+        (["init", "--data", ".", "--length", "1M"], "--data .: no such file; give a file"),
+        (
+            ["init", "--data", "my genome.fa", "--length", "1MB"],
+            "--length 1MB: must be a whole number of tokens",
+        ),
+        (["init", "--data", "my genome.fa", "--length", "1"], "--length 1: must be at least 2"),
+        (
+            ["init", "--data", "my genome.fa", "--length", "16k", "--out", "no/where.toml"],
+            "cannot be written",
+        ),
+        (["demo", "--seeds", "0"], "--seeds"),
+        (["bench", "nothing"], "bench nothing: no such measurement"),
+    ],
+)
+def test_a_bad_command_or_setting_is_one_line_and_code_2(call, genome, arguments, says):
+    called = call(*arguments)
+    assert (called.code, called.out) == (2, "") and is_one_line(called)
+    assert says in called.err
+
+
+def test_debug_shows_the_traceback_and_keeps_the_code(call):
+    called = call("train", "nowhere.toml", "--debug")
+    assert called.code == 2
+    assert "Traceback" in called.err and called.err.splitlines()[-1].startswith("error: nowhere.toml")
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "says"),
+    [
+        (UserError("x = 1: must be\nless; lower it"), 2, "error: x = 1: must be less; lower it\n"),
+        (RunFailed("disk full"), 1, "error: disk full\n"),
+        (CheckFailed("loss is nan"), 3, "error: loss is nan\n"),
+        (
+            PermissionError(13, "Permission denied", "out/x"),
+            1,
+            "error: out/x: Permission denied; check the path",
+        ),
+        (MemoryError(), 1, "error: out of memory; lower memory.tile or data.length"),
+    ],
+)
+def test_every_kind_of_error_has_its_exit_code(call, monkeypatch, error, code, says):
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr("longstrand.cli.commands.load_recipe", fail)
+    called = call("train", "human_x")
+    assert called.code == code and says in called.err and called.err.count("\n") == 1
+
+
+def test_an_interrupt_that_reaches_the_command_line_is_code_130(call, monkeypatch):
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("longstrand.cli.commands.load_recipe", interrupt)
+    called = call("train", "human_x")
+    assert called.code == 130 and "Traceback" not in called.err
+
+
+def test_init_writes_a_recipe_that_train_would_read_and_never_overwrites(call, genome):
+    called = call("init", "--data", "my genome.fa", "--length", "512k")
+    assert called.code == 0 and called.out.startswith("my_genome.toml: written")
+    recipe = load_recipe("my_genome.toml")
+    assert recipe.data.length == 524288 and recipe.data.sources[0].path == "my genome.fa"
+    assert recipe.data.split is not None and recipe.data.split.by == "region"
+    before = Path("my_genome.toml").read_bytes()
+    again = call("init", "--data", "my genome.fa", "--length", "1M")
+    assert again.code == 2 and "my_genome.toml: exists, and is never overwritten" in again.err
+    assert Path("my_genome.toml").read_bytes() == before
+
+
+def test_init_takes_a_glob_and_weights_from_a_folder(call, genome):
+    Path("weights").mkdir()
+    called = call("init", "--data", "*.fa", "--length", "4096", "--model", "weights", "--out", "r.toml")
+    assert called.code == 0
+    recipe = load_recipe("r.toml")
+    assert (recipe.model.path, recipe.model.config, recipe.train.indexer) == ("weights", None, "frozen")
+
+
+def test_config_show_is_a_recipe_and_carries_overrides(call, tmp_path):
+    shown = call("config", "show")
+    (tmp_path / "r.toml").write_text(shown.out)
+    assert load_recipe(tmp_path / "r.toml") == example_recipe()
+    changed = call(
+        "config", "show", str(tmp_path / "r.toml"), "--set", "train.lr=3e-4", "--set", "run.out=elsewhere"
+    )
+    (tmp_path / "s.toml").write_text(changed.out)
+    recipe = load_recipe(tmp_path / "s.toml")
+    assert (recipe.train.lr, recipe.run.out) == (0.0003, "elsewhere")
+
+
+def test_config_schema_describes_every_setting(call):
+    schema = json.loads(call("config", "schema").out)
+    assert schema == Recipe.model_json_schema()
+    for record in schema["$defs"].values():
+        assert all("description" in setting for setting in record["properties"].values())
+        assert record["additionalProperties"] is False
+
+
+def test_help_and_version_succeed(call):
+    assert "Train as a recipe says" in call("--help").out
+    assert call("train", "--help").code == 0
+    assert call("--version").out.startswith("longstrand ")
+    assert "Train as a recipe says" in call().out
+
+
+def test_doctor_names_what_is_there_and_what_is_missing(call, monkeypatch, tmp_path):
+    called = call("doctor")
+    assert called.code == 0 and "torch" in called.out and "memory" in called.out
+    monkeypatch.setattr("longstrand.doctor._OPTIONAL", {"no-such-package": "nothing at all"})
+    found = {finding.name: finding for finding in examine(tmp_path, {"OMP_NUM_THREADS": "7"})}
+    assert found["no-such-package"].state == "missing" and "nothing at all" in found["no-such-package"].found
+    assert "OMP_NUM_THREADS=7" in found["threads"].found
+
+
+def test_the_installed_command_refuses_a_typo_before_anything_is_loaded():
+    code = (
+        "import sys\nfrom longstrand.cli import main\n"
+        "sys.argv = ['longstrand', 'train', 'human_x', '--set', 'train.length=4']\n"
+        "try: main()\nfinally: print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stdout == "False\n"
+    assert done.stderr == (
+        "error: human_x with --set: train.length: unknown setting; it belongs to [data], as data.length\n"
+    )
