@@ -1,0 +1,41 @@
+"""What the parts must never do; the order of imports itself is checked by import-linter (make check)."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import longstrand
+
+SOURCE = Path(longstrand.__file__).parent
+FILES = sorted(SOURCE.rglob("*.py"))
+VAGUE = {"utils", "util", "common", "helpers", "helper", "misc", "manager", "handler", "factory"}
+
+
+@pytest.mark.parametrize("module", ["config", "architecture", "errors", "report", "cli", "doctor"])
+def test_what_describes_a_run_loads_without_torch_and_transformers(module):
+    code = f"import sys, longstrand.{module}; sys.exit(bool({{'torch', 'transformers'}} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_training_loads_without_transformers():
+    code = "import sys, longstrand.train.sft, longstrand.evaluate; sys.exit('transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_only_the_command_line_and_the_benchmarks_read_the_environment():
+    readers = {
+        path.relative_to(SOURCE).parts[0]
+        for path in FILES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv", "environb")
+    }
+    assert readers <= {"cli", "bench"}
+
+
+def test_files_are_short_and_their_names_say_something():
+    lengths = {str(path.relative_to(SOURCE)): len(path.read_text().splitlines()) for path in FILES}
+    assert {name: length for name, length in lengths.items() if length > 400} == {}
+    assert not VAGUE & {part for path in FILES for part in path.relative_to(SOURCE).with_suffix("").parts}
