@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -114,9 +114,9 @@ def _resolve(
     if prefix is None:
         name = full_name("embed_tokens.weight")
         raise UserError(f"{files.folder}: {name} is missing{nearest(name, files.stored)}")
-    parts: list[Part] = []
-    for parameter, shape in parameter_shapes(architecture).items():
-        parts += _find_spelling(files, prefix, parameter, shape)
+    shapes = parameter_shapes(architecture)
+    ways = {parameter: list(spellings(parameter, shape)) for parameter, shape in shapes.items()}
+    parts = [part for each in ways.values() for part in _find_spelling(files, prefix, each, ways.values())]
     if architecture.tie_word_embeddings and "lm_head.weight" in files.stored:
         parts.append(_TIED_HEAD)
     used = {full_name(part.tensor, prefix) for part in parts}
@@ -136,15 +136,19 @@ def _quantization(config: dict[str, Any]) -> object:
     return config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config")
 
 
-def _find_spelling(files: WeightFiles, prefix: str, parameter: str, shape: Shape) -> list[Part]:
-    ways = list(spellings(parameter, shape))
+def _find_spelling(
+    files: WeightFiles, prefix: str, ways: list[list[Part]], all_ways: Iterable[list[list[Part]]]
+) -> list[Part]:
+    """The first way to hold a parameter of which every tensor is there."""
     missing = [[p for p in way if full_name(p.tensor, prefix) not in files.stored] for way in ways]
     for way, absent in zip(ways, missing, strict=True):
         if not absent:
             return way
     started = next((i for i, way in enumerate(ways) if len(missing[i]) < len(way)), 0)
     name = full_name(missing[started][0].tensor, prefix)
-    raise UserError(f"{files.folder}: {name} is missing{nearest(name, files.stored)}")
+    known = {full_name(part.tensor, prefix) for each in all_ways for way in each for part in way}
+    hint = nearest(name, files.stored.keys() - known)
+    raise UserError(f"{files.folder}: {name} is missing{hint}")
 
 
 def _check_tensors(
