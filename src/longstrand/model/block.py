@@ -1,0 +1,325 @@
+"""One layer: a mixer and a feed-forward part, each inside a hyper-connection; and how its tiles are recomputed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from longstrand.architecture import Architecture
+from longstrand.memory.scan import Choices, Recomputed, SideLosses
+from longstrand.memory.tiles import PackLayout, Tile
+from longstrand.model.dsa import Dsa, DsaCarry
+from longstrand.model.ffn import Dense, MixtureOfExperts, aux_loss
+from longstrand.model.kda import Kda, KdaCarry
+from longstrand.model.linear import Norm
+from longstrand.ops.dense_attention import pool_masses
+from longstrand.ops.indexer_loss import dense_indexer_loss, selected_indexer_loss
+from longstrand.ops.mhc import mhc_gather, mhc_update
+from longstrand.ops.norm import rms_norm
+
+Site = tuple[Tensor, Tensor, Tensor]  # a sublayer's input [T, D], post [T, R], comb [T, R, R]
+
+
+class _Layer(nn.Module):
+    """What both kinds of layer share: the hyper-connections, the norms and the feed-forward part."""
+
+    def __init__(self, shape: Architecture, index: int) -> None:
+        super().__init__()
+        self.shape = shape
+        streams = shape.hc_mult
+        outputs = streams * (2 + streams)
+        for site in ("attn", "ffn"):
+            self.register_parameter(
+                f"hc_{site}_fn", nn.Parameter(torch.empty(outputs, streams * shape.hidden_size))
+            )
+            self.register_parameter(f"hc_{site}_base", nn.Parameter(torch.empty(outputs)))
+            self.register_parameter(f"hc_{site}_scale", nn.Parameter(torch.empty(3)))
+        self.input_layernorm = Norm(shape.hidden_size)
+        self.post_attention_layernorm = Norm(shape.hidden_size)
+        self.mlp: Dense | MixtureOfExperts
+        if shape.mlp_layer_types[index] == "sparse":
+            self.mlp = MixtureOfExperts(shape, index)
+        else:
+            self.mlp = Dense(shape.hidden_size, shape.intermediate_size, shape.swiglu_limit)
+
+    def trains(self) -> bool:
+        return any(parameter.requires_grad for parameter in self.parameters())
+
+    def _enter_mixer(self, x: Tensor) -> Site:
+        return self._enter(x, "attn", self.input_layernorm)
+
+    def _enter(self, x: Tensor, site: str, norm: Norm) -> Site:
+        fn, base, scale = (getattr(self, f"hc_{site}_{part}") for part in ("fn", "base", "scale"))
+        shape = self.shape
+        h, post, comb = mhc_gather(
+            x,
+            fn,
+            base,
+            scale,
+            norm_eps=shape.rms_norm_eps,
+            eps=shape.hc_eps,
+            iterations=shape.hc_sinkhorn_iters,
+        )
+        return rms_norm(h, norm.weight, shape.rms_norm_eps), post, comb
+
+    def _choose_and_feed_forward(self, x: Tensor, choices: Choices, side: SideLosses) -> Tensor:
+        h, post, comb = self._enter(x, "ffn", self.post_attention_layernorm)
+        out = self.mlp.choose(h, choices, side) if isinstance(self.mlp, MixtureOfExperts) else self.mlp(h)
+        return mhc_update(x, out, post, comb)
+
+    def _feed_forward_again(self, x: Tensor, choices: Choices, side: SideLosses, ends: _Ends) -> Tensor:
+        h, post, comb = self._enter(x, "ffn", self.post_attention_layernorm)
+        if not isinstance(self.mlp, MixtureOfExperts):
+            return mhc_update(x, self.mlp(h), post, comb)
+        out, logits = self.mlp.recompute(h, choices)
+        if side.aux_scale:
+            loss = aux_loss(logits, side)
+            side.aux += float(loss.detach())
+            ends.add(loss * side.aux_scale, torch.ones_like(loss))
+        return mhc_update(x, out, post, comb)
+
+    def _expert_choices(self, num_tokens: int, device: torch.device) -> Choices:
+        if isinstance(self.mlp, MixtureOfExperts):
+            return self.mlp.new_choices(num_tokens, device)
+        return {}
+
+
+@dataclass
+class _Ends:
+    """The open ends of a recomputed tile, beside its output."""
+
+    roots: list[Tensor] = field(default_factory=list)
+    grads: list[Tensor] = field(default_factory=list)
+
+    def add(self, root: Tensor, grad: Tensor) -> None:
+        if root.requires_grad:
+            self.roots.append(root)
+            self.grads.append(grad)
+
+
+class _Cut:
+    """A tile's graph cut between the hyper-connection and the mixer.
+
+    The mixer's input may be reached twice (from the output, and once its latents' gradient is complete), the costly
+    hyper-connection must be walked back once: so it is cut there, and joined again at the end.
+    """
+
+    def __init__(self, x: Tensor, enter: Callable[[Tensor], Site]) -> None:
+        self.x = x.detach().requires_grad_()
+        self.site = enter(self.x)
+        self.leaves = tuple(part.detach().requires_grad_() for part in self.site)
+
+    def join(self) -> Tensor:
+        """Walks back from the leaves to x and returns its gradient."""
+        pairs = [(out, leaf.grad) for out, leaf in zip(self.site, self.leaves, strict=True)]
+        known = [(out, grad) for out, grad in pairs if grad is not None]
+        torch.autograd.backward([out for out, _ in known], [grad for _, grad in known])
+        assert self.x.grad is not None
+        return self.x.grad
+
+
+class KdaLayer(_Layer):
+    """A linear-attention layer: the carry is a state of fixed size."""
+
+    def __init__(self, shape: Architecture, index: int) -> None:
+        super().__init__(shape, index)
+        self.self_attn = Kda(shape)
+
+    def start(self, layout: PackLayout) -> KdaCarry:
+        return self.self_attn.start()
+
+    def new_choices(self, num_tokens: int, device: torch.device, before: Choices) -> Choices:
+        return self._expert_choices(num_tokens, device)
+
+    def forward_tile(
+        self, x: Float[Tensor, "T R D"], tile: Tile, carry: KdaCarry, choices: Choices, side: SideLosses
+    ) -> tuple[Tensor, KdaCarry]:
+        h, post, comb = self._enter_mixer(x)
+        out, carry = self.self_attn(h, tile, carry)
+        return self._choose_and_feed_forward(mhc_update(x, out, post, comb), choices, side), carry
+
+    def reopen(self, read: Callable[[Tile], Tensor], tiles: Sequence[Tile], layout: PackLayout) -> None:
+        return None
+
+    @torch.enable_grad()
+    def recompute_tile(
+        self,
+        x: Float[Tensor, "T R D"],
+        tile: Tile,
+        carry: KdaCarry,
+        d_carry: KdaCarry | None,
+        choices: Choices,
+        opened: Any,
+        side: SideLosses,
+    ) -> Recomputed:
+        cut, before, ends = _Cut(x, self._enter_mixer), carry.leaf(), _Ends()
+        h, post, comb = cut.leaves
+        out, after = self.self_attn(h, tile, before)
+        y = self._feed_forward_again(mhc_update(cut.x, out, post, comb), choices, side, ends)
+        if d_carry is not None:
+            ends.add(after.tail, d_carry.tail)
+            ends.add(after.state, d_carry.state)
+
+        def close() -> tuple[Tensor, KdaCarry]:
+            grads = (_grad(before.tail), _grad(before.state))
+            return cut.join(), KdaCarry(*grads)
+
+        return Recomputed(y, ends.roots, ends.grads, close)
+
+
+@dataclass(frozen=True)
+class _Opened:
+    """A DSA layer's buffers during its walk back, and their gradients in float32."""
+
+    carries: dict[int, DsaCarry]  # by the start of the tile that it enters; all share their buffers
+    latents: Tensor  # gradient of the latents, complete for a tile once all later tiles are done
+    pool_keys: Tensor
+
+
+class DsaLayer(_Layer):
+    """A sparse-attention layer: the carry is all that it has appended so far."""
+
+    def __init__(self, shape: Architecture, index: int) -> None:
+        super().__init__(shape, index)
+        self.self_attn = Dsa(shape, index)
+
+    def start(self, layout: PackLayout) -> DsaCarry:
+        return self.self_attn.start(layout)
+
+    def new_choices(self, num_tokens: int, device: torch.device, before: Choices) -> Choices:
+        pools = self.self_attn.new_choices(num_tokens, device, before)
+        return {**pools, **self._expert_choices(num_tokens, device)}
+
+    def forward_tile(
+        self, x: Float[Tensor, "T R D"], tile: Tile, carry: DsaCarry, choices: Choices, side: SideLosses
+    ) -> tuple[Tensor, DsaCarry]:
+        attention = self.self_attn
+        h, post, comb = self._enter_mixer(x)
+        carry = attention.append(h, tile, carry)
+        q_resid = attention.query_residual(h)
+        if side.indexer == "warmup":
+            out = attention.attend_dense(attention.queries(q_resid), carry, tile).out
+        else:
+            if attention.indexer is not None:
+                choices["pools"].copy_(attention.select(h, q_resid, tile, carry))
+            out, _ = attention.attend(attention.queries(q_resid), carry, None, choices["pools"], tile)
+        x = mhc_update(x, attention.project(out), post, comb)
+        return self._choose_and_feed_forward(x, choices, side), carry
+
+    def reopen(self, read: Callable[[Tile], Tensor], tiles: Sequence[Tile], layout: PackLayout) -> _Opened:
+        attention, carry, carries = self.self_attn, self.start(layout), {}
+        with torch.no_grad():
+            for tile in tiles:
+                carries[tile.start] = carry
+                carry = attention.append(self._enter_mixer(read(tile))[0], tile, carry)
+        return _Opened(
+            carries, attention.new_gradient(carry.latents), attention.new_gradient(carry.pool_keys)
+        )
+
+    @torch.enable_grad()
+    def recompute_tile(
+        self,
+        x: Float[Tensor, "T R D"],
+        tile: Tile,
+        carry: DsaCarry,
+        d_carry: Tensor | None,
+        choices: Choices,
+        opened: _Opened,
+        side: SideLosses,
+    ) -> Recomputed:
+        if side.indexer == "warmup":
+            return self._warm_up_tile(x, tile, d_carry, opened, side)
+        attention, carry = self.self_attn, opened.carries[tile.start]
+        cut, ends = _Cut(x, self._enter_mixer), _Ends()
+        h, post, comb = cut.leaves
+        latents = attention.latents(h)
+        q_resid = attention.query_residual(h)
+        out, mass = attention.attend(
+            attention.queries(q_resid), carry, opened.latents, choices["pools"], tile
+        )
+        keys = None
+        if side.indexer == "sparse" and attention.indexer is not None:
+            keys = _IndexKeys(attention, h.detach(), tile, carry, opened)
+            loss = keys.selected_loss(q_resid.detach(), choices["pools"], mass)
+            side.indexer_kl += float(loss.detach())
+            ends.add(loss, loss.new_tensor(side.indexer_scale))
+        x = mhc_update(cut.x, attention.project(out), post, comb)
+        y = self._feed_forward_again(x, choices, side, ends)
+
+        def close() -> tuple[Tensor, Tensor | None]:
+            grad = opened.latents.index_select(0, tile.slots)
+            torch.autograd.backward(latents, grad.to(latents.dtype))
+            return cut.join(), None if keys is None else keys.walk_back(d_carry)
+
+        return Recomputed(y, ends.roots, ends.grads, close)
+
+    def _warm_up_tile(
+        self, x: Tensor, tile: Tile, d_carry: Tensor | None, opened: _Opened, side: SideLosses
+    ) -> Recomputed:
+        """Only the indexer learns: no gradient enters from above, none leaves below."""
+        attention, carry = self.self_attn, opened.carries[tile.start]
+        if attention.indexer is None:
+            return Recomputed(None, [], [], lambda: (torch.zeros_like(x), None))
+        with torch.no_grad():
+            h = self._enter_mixer(x)[0]
+            q_resid = attention.query_residual(h)
+        keys = _IndexKeys(attention, h, tile, carry, opened)
+        roots, grads = keys.dense_loss(q_resid, side)
+        return Recomputed(None, roots, grads, lambda: (torch.zeros_like(x), keys.walk_back(d_carry)))
+
+
+class _IndexKeys:
+    """The indexer's part of a recomputed tile: its loss, and the pool keys that later tiles send gradients to."""
+
+    def __init__(self, attention: Dsa, h: Tensor, tile: Tile, carry: DsaCarry, opened: _Opened) -> None:
+        assert attention.indexer is not None
+        self.attention, self.indexer = attention, attention.indexer
+        self.h, self.tile, self.carry, self.opened = h, tile, carry, opened
+        self.tail_before = carry.tail.detach().requires_grad_()
+        self.pools, self.keys, self.tail_after = self.indexer.complete_pools(h, tile, self.tail_before)
+
+    def selected_loss(self, q_resid: Tensor, pools: Tensor, mass: Tensor) -> Tensor:
+        q, weights = self.indexer.queries(self.h, q_resid)
+        q = q * self.indexer.head_dim**-0.5
+        return selected_indexer_loss(q, weights, self.carry.pool_keys, self.opened.pool_keys, pools, mass)
+
+    def dense_loss(self, q_resid: Tensor, side: SideLosses) -> tuple[list[Tensor], list[Tensor]]:
+        """Adds the loss to `side`; returns the index queries and weights with their gradients."""
+        attention, tile, carry = self.attention, self.tile, self.carry
+        with torch.no_grad():
+            queries = attention.queries(q_resid)
+            dense = attention.attend_dense(queries, carry, tile)
+        q, weights = self.indexer.queries(self.h, q_resid)
+
+        def target() -> Any:
+            return pool_masses(
+                queries, carry.latents, tile.first_pool, tile.num_visible, dense,
+                kpool=attention.kpool, scale=attention.scale,
+            )  # fmt: skip
+
+        with torch.no_grad():
+            loss, dq, d_weights = dense_indexer_loss(
+                q, weights, carry.pool_keys, self.opened.pool_keys, tile.first_pool, tile.num_visible,
+                target, side.indexer_scale,
+            )  # fmt: skip
+        side.indexer_kl += loss
+        return [q, weights], [dq, d_weights]
+
+    def walk_back(self, d_tail_after: Tensor | None) -> Tensor:
+        """Sends the complete gradient of this tile's pool keys on; returns that of the tail before it."""
+        d_keys = self.opened.pool_keys.index_select(0, self.pools)
+        roots, grads = [self.keys], [d_keys.to(self.keys.dtype)]
+        if d_tail_after is not None:
+            roots.append(self.tail_after)
+            grads.append(d_tail_after)
+        torch.autograd.backward(roots, grads)
+        return _grad(self.tail_before)
+
+
+def _grad(leaf: Tensor) -> Tensor:
+    return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad

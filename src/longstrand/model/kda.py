@@ -1,0 +1,73 @@
+"""The linear-attention mixer: short convolutions, a gated delta rule, a gated norm."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from longstrand.architecture import Architecture
+from longstrand.memory.tiles import Tile
+from longstrand.model.linear import Conv, Linear, Norm
+from longstrand.ops.kda import kda
+from longstrand.ops.norm import gated_rms_norm
+from longstrand.ops.precision import wide, wide_dtype
+from longstrand.ops.short_conv import short_conv
+
+
+@dataclass(frozen=True)
+class KdaCarry:
+    """What one tile hands to the next: (J - 1) x 3 H K + H K V values, 141 MiB over the real model's 34 layers."""
+
+    tail: Float[Tensor, "B J1 C"]  # the last inputs of the convolution
+    state: Float[Tensor, "B H K V"]  # float32 or wider
+
+    def leaf(self) -> KdaCarry:
+        return KdaCarry(self.tail.detach().requires_grad_(), self.state.detach().requires_grad_())
+
+
+class Kda(nn.Module):
+    """Kimi delta attention; parameters carry the checkpoint's names."""
+
+    def __init__(self, shape: Architecture) -> None:
+        super().__init__()
+        self.heads, self.head_dim = shape.linear_num_heads, shape.linear_head_dim
+        self.taps, self.eps = shape.linear_conv_kernel_dim, shape.rms_norm_eps
+        self.lower_bound = shape.linear_lower_bound
+        inner, width = self.heads * self.head_dim, shape.hidden_size
+        self.q_proj, self.k_proj, self.v_proj = (Linear(width, inner) for _ in range(3))
+        self.q_conv1d, self.k_conv1d, self.v_conv1d = (Conv(inner, self.taps) for _ in range(3))
+        self.f_a_proj, self.f_b_proj = Linear(width, self.head_dim), Linear(self.head_dim, inner)
+        self.g_a_proj, self.g_b_proj = Linear(width, self.head_dim), Linear(self.head_dim, inner)
+        self.b_proj = Linear(width, self.heads)
+        self.A_log = nn.Parameter(torch.empty(self.heads))
+        self.dt_bias = nn.Parameter(torch.empty(inner))
+        self.o_norm = Norm(self.head_dim)
+        self.o_proj = Linear(inner, width)
+
+    def start(self) -> KdaCarry:
+        weight = self.q_proj.weight
+        state = weight.new_zeros(1, self.heads, self.head_dim, self.head_dim, dtype=wide_dtype(weight.dtype))
+        return KdaCarry(weight.new_zeros(1, self.taps - 1, 3 * self.heads * self.head_dim), state)
+
+    def forward(self, h: Float[Tensor, "T D"], tile: Tile, carry: KdaCarry) -> tuple[Tensor, KdaCarry]:
+        """Mixes one tile with what came before it in its documents."""
+        mixed = torch.cat([self.q_proj(h), self.k_proj(h), self.v_proj(h)], dim=-1)
+        taps = torch.cat([conv.weight.squeeze(1) for conv in (self.q_conv1d, self.k_conv1d, self.v_conv1d)])
+        mixed, tail = short_conv(mixed.unsqueeze(0), taps, carry.tail, tile.offsets)
+        q, k, v = mixed.unflatten(-1, (3, self.heads, self.head_dim)).unbind(2)  # 1 T H K
+        g = self.log_decay(h).unsqueeze(0)
+        beta = wide(self.b_proj(h)).sigmoid().unsqueeze(0)
+        first = None if tile.first is None else tile.first.unsqueeze(0)
+        out, state = kda(q, k, v, g, beta, carry.state, first)
+        gate = self.g_b_proj(self.g_a_proj(h)).unflatten(-1, (self.heads, self.head_dim))
+        out = gated_rms_norm(out[0], gate, self.o_norm.weight, self.eps).flatten(-2)
+        return self.o_proj(out), KdaCarry(tail, state)
+
+    def log_decay(self, h: Float[Tensor, "T D"]) -> Float[Tensor, "T H K"]:
+        """g = lower_bound x sigmoid(exp(A_log) x (f(x) + dt_bias)): a scaled sigmoid, not a clamp."""
+        raw = wide(self.f_b_proj(self.f_a_proj(h))) + wide(self.dt_bias)
+        raw = raw.unflatten(-1, (self.heads, self.head_dim))
+        return self.lower_bound * torch.sigmoid(wide(self.A_log).exp()[:, None] * raw)

@@ -1,0 +1,122 @@
+"""The model: embedding, a scan over hybrid layers, one chunked log-probability head."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from longstrand.architecture import Architecture
+from longstrand.data.pack import Pack
+from longstrand.memory.scan import SideLosses, scan_layers
+from longstrand.memory.tiles import PackLayout
+from longstrand.model.block import DsaLayer, KdaLayer
+from longstrand.model.linear import Linear, Norm
+from longstrand.ops.logprob import token_logprobs
+from longstrand.ops.norm import rms_norm
+
+KEPT_FLOAT32 = (  # float32 in training and on disk, whatever the model's dtype
+    "A_log",
+    "dt_bias",
+    "conv1d.weight",
+    "hc_attn_base",
+    "hc_attn_scale",
+    "hc_ffn_base",
+    "hc_ffn_scale",
+    "e_score_correction_bias",
+)
+
+GROUPS = (  # first match wins
+    ("embedding", ("embed_tokens.",)),
+    ("head", ("lm_head.",)),
+    ("mhc", (".hc_attn_", ".hc_ffn_")),
+    ("indexer", (".indexer.",)),
+    ("norms", ("norm.weight",)),
+    ("router", (".mlp.gate.",)),
+    ("experts", (".mlp.experts.", ".mlp.shared_experts.")),
+    ("dense", (".mlp.",)),
+)
+
+
+class Model(nn.Module):
+    """A `glm5_next` text model; parameters carry the checkpoint's names."""
+
+    def __init__(self, architecture: Architecture) -> None:
+        super().__init__()
+        self.architecture = shape = architecture
+        self.source: Any = None  # where the weights came from: dtypes, tensors kept aside (hf.SourceInfo)
+        self.embed_tokens = Linear(shape.hidden_size, shape.vocab_size)
+        kinds = {"linear_attention": KdaLayer, "indexed_attention": DsaLayer}
+        self.layers = nn.ModuleList(kinds[kind](shape, index) for index, kind in enumerate(shape.layer_types))
+        self.norm = Norm(shape.hidden_size)
+        self.lm_head = Linear(shape.hidden_size, shape.vocab_size)
+        if shape.tie_word_embeddings:
+            self.lm_head.weight = self.embed_tokens.weight
+
+    def hidden(self, pack: Pack, tile: int = 1024, side: SideLosses | None = None) -> Float[Tensor, "T D"]:
+        """The last hidden state, after the final norm, of every token of the pack."""
+        if tile < 1:
+            raise ValueError(f"tile must be at least 1 token, got {tile}")
+        device = self.norm.weight.device
+        mean = scan_layers(
+            self.embed_tokens.weight,
+            pack.tokens.to(device),
+            list(self.layers),  # type: ignore[arg-type]
+            PackLayout(pack.starts, self.architecture.index_kpool, device),
+            streams=self.architecture.hc_mult,
+            tile=tile,
+            side=side or SideLosses(),
+        )
+        return rms_norm(mean, self.norm.weight, self.architecture.rms_norm_eps)
+
+    def token_logprobs(
+        self, pack: Pack, tile: int = 1024, side: SideLosses | None = None
+    ) -> Float[Tensor, "T"]:
+        """Natural-log probability of each target given its document so far; 0 where there is no target.
+
+        Differentiable: call `.backward()` on a function of it, and every trained parameter's `.grad` (float32 or
+        wider) holds its gradient. The result does not depend on the tile beyond rounding.
+
+        Args:
+            pack: documents in a row; they never see each other.
+            tile: tokens computed at once; transients grow with it, carries shrink with it.
+            side: side losses and counts of this pass; see `SideLosses`.
+
+        Returns:
+            float32, or float64 for a float64 model.
+        """
+        hidden = self.hidden(pack, tile, side)
+        return token_logprobs(hidden, self.lm_head.weight, pack.targets.to(hidden.device))
+
+    def groups(self) -> dict[str, list[str]]:
+        """Parameter names by the group that a recipe trains or freezes."""
+        groups: dict[str, list[str]] = {name: [] for name, _ in GROUPS} | {"kda": [], "mla": []}
+        for name, _ in self.named_parameters():
+            groups[self._group(name)].append(name)
+        return {group: names for group, names in groups.items() if names}
+
+    def _group(self, name: str) -> str:
+        for group, parts in GROUPS:
+            if any(part in name for part in parts):
+                return group
+        layer = int(name.split(".")[1])
+        return "kda" if self.architecture.layer_types[layer] == "linear_attention" else "mla"
+
+    def convert(self, dtype: torch.dtype) -> Model:
+        """Casts to a dtype; what is kept in float32 stays so (float64 casts everything). Gradients are float32."""
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        for name, tensor in [*self.named_parameters(), *self.named_buffers()]:
+            tensor.data = tensor.data.to(wide if name.endswith(KEPT_FLOAT32) else dtype)
+            if isinstance(tensor, nn.Parameter):
+                tensor.grad_dtype = wide
+        return self
+
+
+def kernels(model: Model) -> dict[str, str]:
+    """Which implementation runs each op; there is one portable set, and nothing falls back."""
+    names = ["kda", "short_conv", "mhc", "select", "sparse_attention", "experts", "token_logprobs"]
+    forms = ["chunked", "taps", "fused", "blockwise", "gathered", "grouped", "chunked"]
+    device = model.norm.weight.device.type
+    return {name: f"torch {form} ({device})" for name, form in zip(names, forms, strict=True)}

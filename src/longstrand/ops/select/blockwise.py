@@ -1,0 +1,90 @@
+"""Selection of pools block by block with a running exact top-k: no [T, P] matrix is formed."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from longstrand.ops.select.reference import UNUSED
+
+ROW_BLOCK = 256
+POOL_BLOCK = 4096
+
+
+def pool_scores(
+    q: Float[Tensor, "T H D"], weights: Float[Tensor, "T H"], keys: Float[Tensor, "P D"]
+) -> Float[Tensor, "T P"]:
+    """Scores of one block; see `pool_scores_reference`. Transients: 2 x T x P values, one head at a time."""
+    q = q * q.shape[-1] ** -0.5
+    scores = q.new_zeros(len(q), len(keys))
+    for head in range(q.shape[1]):
+        scores.addcmul_((q[:, head] @ keys.T).relu_(), weights[:, head, None])
+    return scores
+
+
+def select_pools(
+    q: Float[Tensor, "T H D"],
+    weights: Float[Tensor, "T H"],
+    keys: Float[Tensor, "P D"],
+    first_pool: Int[Tensor, "T"],
+    num_visible: Int[Tensor, "T"],
+    num_selected: int,
+) -> Int[Tensor, "T I"]:
+    """The visible pools with the highest scores, ties to the lowest id, ids ascending, -1 where there are fewer.
+
+    Equal to `select_pools_reference` for every block size. Pools that no row of a block can see are skipped; while no
+    row sees more than `num_selected`, nothing is scored.
+
+    Args:
+        q, weights, keys: float32 or wider.
+        first_pool, num_visible: row t sees the pools [first_pool[t], first_pool[t] + num_visible[t]).
+
+    Transients: ROW_BLOCK x POOL_BLOCK x 3 values.
+    """
+    chosen = torch.empty(len(q), num_selected, dtype=torch.int32, device=q.device)
+    for start in range(0, len(q), ROW_BLOCK):
+        rows = slice(start, start + ROW_BLOCK)
+        chosen[rows] = _select_rows(
+            q[rows], weights[rows], keys, first_pool[rows], num_visible[rows], num_selected
+        )
+    return chosen
+
+
+def _select_rows(
+    q: Tensor, weights: Tensor, keys: Tensor, first_pool: Tensor, num_visible: Tensor, num_selected: int
+) -> Tensor:
+    if int(num_visible.max()) <= num_selected:
+        slots = torch.arange(num_selected, device=q.device)
+        ids = first_pool[:, None] + slots
+        return ids.masked_fill(slots >= num_visible[:, None], UNUSED).int()
+    begin, end = int(first_pool.min()), int((first_pool + num_visible).max())
+    best_scores = q.new_full((len(q), num_selected), -torch.inf)
+    best_ids = torch.full((len(q), num_selected), UNUSED, device=q.device)
+    for block in range(begin, end, POOL_BLOCK):
+        ids = torch.arange(block, min(block + POOL_BLOCK, end), device=q.device)
+        scores = pool_scores(q, weights, keys[block : block + len(ids)].to(q.dtype))
+        hidden = (ids < first_pool[:, None]) | (ids >= (first_pool + num_visible)[:, None])
+        scores.masked_fill_(hidden, -torch.inf)
+        scores = torch.cat([best_scores, scores], dim=-1)  # ids stay ascending from left to right
+        all_ids = torch.cat([best_ids, ids.expand(len(q), -1)], dim=-1)
+        position = _top_positions(scores, num_selected)
+        best_scores, best_ids = scores.gather(-1, position), all_ids.gather(-1, position)
+        order = torch.where(best_scores == -torch.inf, end, best_ids).argsort(dim=-1)
+        best_scores, best_ids = best_scores.gather(-1, order), best_ids.gather(-1, order)
+    return best_ids.masked_fill(best_scores == -torch.inf, UNUSED).int()
+
+
+def _top_positions(scores: Tensor, count: int) -> Tensor:
+    """Positions of the `count` largest of each row, ties to the leftmost: `topk` alone leaves ties open."""
+    values, position = scores.topk(count, dim=-1, sorted=False)
+    cut = values.amin(dim=-1, keepdim=True)
+    left_out = (scores == cut).sum(-1) > (values == cut).sum(-1)
+    rows = (left_out & (cut[:, 0] > -torch.inf)).nonzero()[:, 0]
+    if len(rows):
+        tied, cut = scores[rows], cut[rows]
+        above, equal = tied > cut, tied == cut
+        wanted = count - above.sum(-1, keepdim=True)
+        taken = above | (equal & (equal.cumsum(-1) <= wanted))
+        position[rows] = taken.nonzero()[:, 1].view(len(rows), count)
+    return position

@@ -1,0 +1,6 @@
+"""The short causal convolution before a linear-attention layer."""
+
+from longstrand.ops.short_conv.reference import short_conv_reference
+from longstrand.ops.short_conv.taps import short_conv
+
+__all__ = ["short_conv", "short_conv_reference"]

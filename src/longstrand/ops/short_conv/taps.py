@@ -1,0 +1,62 @@
+"""Depthwise causal convolution as one multiply-add per tap, with a carry and document starts."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor
+
+
+class _Taps(torch.autograd.Function):
+    """sum_j w[J-1-j] x_{t-j}, taps that reach before the document left out; inputs `joined` hold the J-1 before."""
+
+    @staticmethod
+    def forward(ctx, joined: Tensor, weight: Tensor, inside: list[Tensor | None]) -> Tensor:  # type: ignore[override]
+        taps = weight.shape[1]
+        length = joined.shape[1] - (taps - 1)
+        out = joined[:, taps - 1 :] * weight[:, taps - 1]
+        for lag in range(1, taps):
+            shifted = joined[:, taps - 1 - lag : taps - 1 - lag + length]
+            if inside[lag] is not None:
+                shifted = shifted * inside[lag]
+            out.addcmul_(shifted, weight[:, taps - 1 - lag])
+        ctx.save_for_backward(joined, weight)
+        ctx.inside = inside
+        return out
+
+    @staticmethod
+    def backward(ctx, dy: Tensor) -> tuple[Tensor, Tensor | None, None]:  # type: ignore[override]
+        joined, weight = ctx.saved_tensors
+        taps, length = weight.shape[1], dy.shape[1]
+        d_joined = torch.zeros_like(joined)
+        d_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
+        for lag in range(taps):
+            masked = dy if ctx.inside[lag] is None else dy * ctx.inside[lag]
+            begin = taps - 1 - lag
+            d_joined[:, begin : begin + length].addcmul_(masked, weight[:, begin])
+            if d_weight is not None:
+                d_weight[:, begin] = (masked * joined[:, begin : begin + length]).sum((0, 1))
+        return d_joined, d_weight, None
+
+
+def short_conv(
+    x: Float[Tensor, "B T C"],
+    weight: Float[Tensor, "C J"],
+    tail: Float[Tensor, "B J1 C"],
+    offsets: Int[Tensor, "T"],
+) -> tuple[Float[Tensor, "B T C"], Float[Tensor, "B J1 C"]]:
+    """silu of the depthwise causal convolution, and the tail for the next tile; see `short_conv_reference`.
+
+    Computed in the weight's dtype (float32 or wider) and returned in that of x; a piece may be shorter than the
+    window. Transients: 3 x B x T x C values.
+    """
+    taps = weight.shape[1]
+    joined = torch.cat([tail, x], dim=1)
+    near = bool((offsets < taps - 1).any())
+    inside: list[Tensor | None] = [None]
+    for lag in range(1, taps):
+        mask = (offsets >= lag).to(weight.dtype)[:, None] if near else None
+        inside.append(mask)
+    out = F.silu(_Taps.apply(joined.to(weight.dtype), weight, inside))
+    return out.to(x.dtype), joined[:, joined.shape[1] - (taps - 1) :]
