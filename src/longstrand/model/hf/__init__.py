@@ -1,7 +1,7 @@
 """Weights in and out: Hugging Face folders, in the published and in transformers' own names."""
 
 from longstrand.model.hf.names import Part, keeps_float32, parameter_shapes
-from longstrand.model.hf.read import SourceInfo, load_into, read_config, read_weights
+from longstrand.model.hf.read import SourceInfo, load_into, read_architecture, read_config, read_weights
 from longstrand.model.hf.write import save_from
 
 __all__ = [
@@ -10,6 +10,7 @@ __all__ = [
     "keeps_float32",
     "load_into",
     "parameter_shapes",
+    "read_architecture",
     "read_config",
     "read_weights",
     "save_from",

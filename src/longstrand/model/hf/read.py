@@ -20,7 +20,6 @@ from longstrand.model.hf.names import (
     Shape,
     find_prefix,
     full_name,
-    keeps_float32,
     kept_aside,
     parameter_shapes,
     spellings,
@@ -46,13 +45,21 @@ class SourceInfo:
         return FP8 in self.dtypes.values()
 
 
-def read_config(folder: Path) -> tuple[dict[str, Any], Architecture]:
-    """The config of a folder, as it is and as we understand it."""
+def read_config(folder: Path) -> dict[str, Any]:
+    """The config of a folder, as it is.
+
+    Raises:
+        UserError: it is missing, not JSON, or not an object.
+    """
     path = folder / "config.json"
     if not path.is_file():
         raise UserError(f"{path}: no such file; a checkpoint folder needs its config.json")
-    config = read_json(path)
-    return config, Architecture.from_hf(config, where=str(path))
+    return read_json(path)
+
+
+def read_architecture(folder: Path) -> Architecture:
+    """The shape of the model in a folder; its errors name the config file."""
+    return Architecture.from_hf(read_config(folder), where=str(folder / "config.json"))
 
 
 def read_weights(folder: Path, architecture: Architecture) -> Iterator[tuple[Part, Tensor]]:
@@ -73,10 +80,10 @@ def load_into(model: nn.Module, folder: Path) -> SourceInfo:
     Raises:
         UserError: as `read_weights`.
     """
-    config, architecture = read_config(folder)
+    architecture = read_architecture(folder)
     targets = named_tensors(model, architecture)
     with WeightFiles(folder) as files, torch.no_grad():
-        source = _resolve(files, architecture, config)
+        source = _resolve(files, architecture)
         for part, tensor in _read_parts(files, source):
             target = targets[part.parameter].data[part.index]
             if part == _TIED_HEAD:
@@ -99,17 +106,12 @@ def named_tensors(model: nn.Module, architecture: Architecture) -> dict[str, Ten
     expected = parameter_shapes(architecture)
     if shapes != expected:
         raise ValueError(f"model and architecture disagree: {sorted(shapes.items() ^ expected.items())}")
-    low = (torch.bfloat16, torch.float16)
-    if rounded := [name for name, tensor in found.items() if keeps_float32(name) and tensor.dtype in low]:
-        raise ValueError(f"{rounded[0]} is {found[rounded[0]].dtype} in the model; it must be float32")
     return found
 
 
-def _resolve(
-    files: WeightFiles, architecture: Architecture, config: dict[str, Any] | None = None
-) -> SourceInfo:
+def _resolve(files: WeightFiles, architecture: Architecture) -> SourceInfo:
     """Which tensor holds what; every tensor of the files has exactly one use."""
-    config = read_config(files.folder)[0] if config is None else config
+    config = read_config(files.folder)
     prefix = find_prefix(files.stored)
     if prefix is None:
         name = full_name("embed_tokens.weight")
