@@ -94,7 +94,8 @@ class Comparison:
         late: the buckets of the last octave, half the length and up; None where there is only one bucket.
         late_over_early: ratio of the two gains; None where the early gain is not above 0.
         late_minus_early: their difference, paired over sequences.
-        apart: whether the late gain is the larger one and its interval does not overlap the early gain's.
+        apart: whether the late gain is the larger one and its interval does not overlap the early gain's; None
+            where one of them has no interval.
     """
 
     overall: Gain
@@ -173,12 +174,13 @@ def compare(before: BucketSums, after: BucketSums) -> Comparison:
     if early.relative is None or late.relative is None:
         return Comparison(overall, tuple(buckets), early, late, None, None, None)
     ratio = late.relative.value / early.relative.value if early.relative.value > 0 else None
+    fewest = min(late.sequences, early.sequences)
     difference = _estimate(
         late.relative.value - early.relative.value,
         late_draws - early_draws,
-        min(late.sequences, early.sequences),
+        fewest,
     )
-    apart = late.relative.low > early.relative.high
+    apart = late.relative.low > early.relative.high if fewest > 1 else None
     return Comparison(overall, tuple(buckets), early, late, ratio, difference, apart)
 
 

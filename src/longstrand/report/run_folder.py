@@ -1,0 +1,136 @@
+"""What a run folder holds, read with checks: each file may be absent, none may be corrupt."""
+
+from __future__ import annotations
+
+import json
+import math
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from longstrand.errors import UserError
+from longstrand.series import Series, read_series
+
+FILES = ("run.toml", "kernels.json", "data.json", "metrics.jsonl", "evaluate.json")
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """The files of a run as values; None or empty where a file is absent.
+
+    Args:
+        metrics: one record per step, steps increasing.
+        torn: whether the last line of metrics.jsonl is incomplete, as in a run that is still writing it.
+    """
+
+    path: Path
+    recipe: dict[str, Any] | None
+    recipe_text: str | None
+    kernels: Any
+    ledger: Any
+    metrics: list[dict[str, Any]]
+    torn: bool
+    series: list[Series]
+
+    def setting(self, section: str, key: str) -> Any:
+        """A setting of run.toml, None where it is absent."""
+        values = (self.recipe or {}).get(section)
+        return values.get(key) if isinstance(values, dict) else None
+
+    def first(self, name: str) -> Series | None:
+        """The series of this name with the lowest step."""
+        return min(self._named(name), key=lambda series: series["step"], default=None)
+
+    def last(self, name: str) -> Series | None:
+        """The series of this name with the highest step."""
+        return max(self._named(name), key=lambda series: series["step"], default=None)
+
+    def column(self, key: str) -> tuple[list[int], list[float]]:
+        """Steps and values of one metric, where it is a finite number."""
+        rows = [row for row in self.metrics if _is_number(row.get(key))]
+        return [row["step"] for row in rows], [float(row[key]) for row in rows]
+
+    def _named(self, name: str) -> list[Series]:
+        return [series for series in self.series if series["name"] == name]
+
+
+def read_run_folder(path: Path) -> RunFolder:
+    """Everything the report needs of a run.
+
+    Raises:
+        UserError: no such folder, none of a run's files in it, or a corrupt file, in one line.
+    """
+    if not path.is_dir():
+        raise UserError(f"{path}: no such run folder; give the folder that `longstrand train` wrote")
+    if not any((path / name).exists() for name in FILES):
+        raise UserError(f"{path}: not a run folder, it holds none of {', '.join(FILES)}")
+    recipe_text = _read_text(path / "run.toml")
+    metrics, torn = _read_metrics(path / "metrics.jsonl")
+    return RunFolder(
+        path=path,
+        recipe=_parse_recipe(path / "run.toml", recipe_text),
+        recipe_text=recipe_text,
+        kernels=_read_json(path / "kernels.json"),
+        ledger=_read_json(path / "data.json"),
+        metrics=metrics,
+        torn=torn,
+        series=read_series(path / "evaluate.json"),
+    )
+
+
+def _read_text(path: Path) -> str | None:
+    if not path.exists():
+        return None
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not UTF-8 text at byte {error.start}; the file is damaged") from error
+    except OSError as error:
+        raise UserError(f"{path}: cannot read: {error.strerror}") from error
+
+
+def _parse_recipe(path: Path, text: str | None) -> dict[str, Any] | None:
+    try:
+        return None if text is None else tomllib.loads(text)
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        raise UserError(f"{path}: not valid TOML ({_one_line(error)}); restore it from the recipe") from error
+
+
+def _read_json(path: Path) -> Any:
+    text = _read_text(path)
+    if text is None:
+        return None
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path}: not valid JSON ({_one_line(error)}); the file is damaged") from error
+
+
+def _read_metrics(path: Path) -> tuple[list[dict[str, Any]], bool]:
+    lines = (_read_text(path) or "").split("\n")
+    torn = False
+    records: dict[int, dict[str, Any]] = {}
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            if number == len(lines):
+                torn = True
+                continue
+            raise UserError(f"{path}, line {number}: not valid JSON ({_one_line(error)})") from error
+        step = record.get("step") if isinstance(record, dict) else None
+        if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+            raise UserError(f"{path}, line {number}: step = {step!r}: must be a whole number from 0")
+        records[step] = record
+    return [records[step] for step in sorted(records)], torn
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _one_line(error: Exception) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -1,0 +1,91 @@
+"""Numbers as people read them: units, percentages, counts, times, bytes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from longstrand.buckets import Estimate
+
+_THIN = "\u202f"
+_MINUS = "\u2212"
+_DASH = "\u2013"
+
+
+@dataclass(frozen=True)
+class Unit:
+    """How a loss in nats is shown: its name and the factor to it."""
+
+    name: str
+    factor: float
+
+    def show(self, nats: float | None) -> str:
+        """A loss with its digits, a dash where there is none."""
+        return _DASH if nats is None else number(nats * self.factor, 3)
+
+
+BITS_PER_BASE = Unit("bits per base", 1 / math.log(2))
+NATS_PER_TOKEN = Unit("nats per token", 1.0)
+
+
+def unit_for(tokenizer: object) -> Unit:
+    """Bits per base where each token is one letter of DNA, nats per token otherwise."""
+    return BITS_PER_BASE if tokenizer == "bases" else NATS_PER_TOKEN
+
+
+def number(value: float, digits: int) -> str:
+    """Fixed digits, thousands separated, a true minus sign."""
+    if not math.isfinite(value):
+        return "not finite"
+    shown = f"{value:,.{digits}f}"
+    return shown.replace("-", "" if float(shown.replace(",", "")) == 0 else _MINUS)
+
+
+def percent(part: float, digits: int = 1) -> str:
+    """A part of one as a percentage."""
+    return f"{number(100 * part, digits)}{_THIN}%"
+
+
+def interval(estimate: Estimate, sequences: int) -> str:
+    """The interval of a percentage, or that there is none."""
+    if sequences < 2:
+        return "one sequence, no interval"
+    return f"{number(100 * estimate.low, 1)} to {percent(estimate.high)}"
+
+
+def count(value: int) -> str:
+    """A count with thousands separated."""
+    return f"{value:,}"
+
+
+def tokens_range(start: int, end: int) -> str:
+    """A bucket in words."""
+    return f"{start:,}{_DASH}{end:,}"
+
+
+def short_tokens(tokens: int) -> str:
+    """A token count for an axis: 512, 1k, 96k, 1M; exact, in units of 1,024 where it divides."""
+    for size, letter in ((2**20, "M"), (2**10, "k")):
+        if tokens >= size and tokens % (size // 4) == 0:
+            return f"{tokens / size:g}{letter}"
+    return f"{tokens:,}"
+
+
+def size_bytes(value: float) -> str:
+    """Bytes in the binary unit that leaves one to four digits before the point."""
+    for unit, digits in (("B", 0), ("KiB", 0), ("MiB", 0)):
+        if abs(value) < 1024:
+            return f"{number(value, digits)} {unit}"
+        value /= 1024
+    return f"{number(value, 2)} GiB"
+
+
+def duration(seconds: float) -> str:
+    """Seconds as the two largest units."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{number(seconds, 1)} s"
+    for size, large, small, step in ((86400, "d", "h", 3600), (3600, "h", "min", 60), (60, "min", "s", 1)):
+        if whole >= size:
+            return f"{whole // size} {large} {whole % size // step} {small}"
+    return f"{whole} s"

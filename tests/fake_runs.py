@@ -1,0 +1,153 @@
+"""Run folders with known content, as `train` writes them, without any training."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+
+from longstrand.buckets import BucketSums, default_edges
+from longstrand.series import append_series, series_from
+
+RECIPE = """\
+[run]
+out = "runs/demo"
+seed = 0
+dtype = "float32"
+
+[model]
+path = "checkpoints/toy"
+
+[data]
+tokenizer = "bases"
+length = {length}
+
+[[data.sources]]
+path = "resfinder_alleles.fa.gz"
+weight = 1.0
+
+[data.families]
+kmer = 31
+order = "relatives"
+
+[data.split]
+by = "family"
+
+[train]
+steps = {steps}
+sequences_per_step = 4
+lr = 0.001
+
+[memory]
+tile = 1024
+
+[evaluate]
+split = "held_out"
+control = true
+
+[report]
+title = "{title}"
+"""
+
+KERNELS = {
+    "kda": {"implementation": "chunked", "why": "portable; float32 on a CPU"},
+    "select": {"implementation": "blockwise", "why": "portable"},
+    "sparse_attention": {"implementation": "gathered", "why": "portable"},
+    "mhc": {"implementation": "fused", "why": "hand-written backward"},
+}
+
+LEDGER = {
+    "records": 3153,
+    "bases": 2902113,
+    "splits": {
+        "train": {"records": 2520, "families": 410, "bases": 2301220},
+        "validation": {"records": 301, "families": 51, "bases": 290111},
+        "held_out": {"records": 332, "families": 52, "bases": 310782},
+    },
+    "masked": [{"why": "N", "tokens": 1203}, {"why": "other IUPAC letters", "tokens": 14}],
+    "skipped": [{"why": "fewer than 2 relatives", "records": 190, "bases": 171002}],
+}
+
+
+def write_run(
+    folder: Path, *, steps: int = 400, of: int | None = None, length: int = 16384, title: str = ""
+) -> Path:
+    """A run folder with everything but an evaluation."""
+    folder.mkdir(parents=True, exist_ok=True)
+    title = title or "Copying from relatives: 16k tokens of resistance genes"
+    (folder / "run.toml").write_text(RECIPE.format(length=length, steps=of or steps, title=title))
+    (folder / "kernels.json").write_text(json.dumps(KERNELS))
+    (folder / "data.json").write_text(json.dumps(LEDGER))
+    generator = np.random.default_rng(0)
+    with (folder / "metrics.jsonl").open("w") as file:
+        for step in range(1, steps + 1):
+            loss = 0.55 + 0.8 * math.exp(-3.5 * step / steps) + generator.normal(0, 0.03)
+            record = {
+                "step": step,
+                "loss": loss,
+                "tokens": 4 * length - 4,
+                "lr": 1e-3 * min(1, step / 20) * (0.55 + 0.45 * math.cos(math.pi * step / steps)),
+                "grad_norm": float(generator.gamma(6, 0.12)),
+                "tokens_per_second": float(generator.normal(4070, 60)),
+                "seconds": 16.1,
+                "peak_memory_bytes": int(1.4e9 + 2e7 * generator.random()),
+                "remaining_seconds": 16.1 * (steps - step),
+                "expert_load_max_over_mean": float(1.4 + 0.2 * generator.random()),
+            }
+            file.write(json.dumps(record) + "\n")
+    return folder
+
+
+def add_series(
+    folder: Path,
+    name: str,
+    step: int,
+    nats: list[float],
+    edges: list[int],
+    *,
+    sequences: int = 16,
+    seed: int = 0,
+) -> None:
+    """Appends a series whose bucket means are about `nats`; the same seed gives the same sequences."""
+    generator = np.random.default_rng(seed)
+    width = np.diff(edges).astype(float)
+    difficulty = np.exp(generator.normal(0, 0.06, (sequences, len(width))))
+    noise = np.exp(np.random.default_rng(seed + 1 + step).normal(0, 0.03, (sequences, len(width))))
+    weight = np.broadcast_to(width, (sequences, len(width))).copy()
+    sums = BucketSums(
+        edges=tuple(edges),
+        ids=tuple(f"{seed:04x}{number:08x}" for number in range(sequences)),
+        weight=weight,
+        nats=weight * np.array(nats) * difficulty * noise,
+        tokens=tuple(int(w) * sequences for w in width),
+        masked=1217,
+        beyond=0,
+    )
+    append_series(folder, series_from(sums, name, step))
+
+
+def write_demo(
+    folder: Path, *, buckets: int = 5, steps: int = 400, gains: str = "context", sequences: int = 16
+) -> Path:
+    """A finished run with all four series; gains: "context", "everywhere", "negative" or "none"."""
+    edges = default_edges(16384) if buckets == 5 else default_edges(524288, 524288 // buckets)
+    if buckets == 6:
+        edges = default_edges(32768)
+    write_run(folder, steps=steps, length=edges[-1])
+    depth = np.linspace(0, 1, len(edges) - 1)
+    before = 1.32 - 0.02 * depth
+    change = {
+        "context": 0.01 + 0.62 * depth**1.2,
+        "everywhere": 0.06 + 0 * depth,
+        "negative": -0.03 - 0.08 * depth,
+        "none": 0 * depth,
+    }[gains]
+    strangers = 0.02 + 0.01 * depth
+    for name, step, nats, seed in (
+        ("before", 0, before, 0),
+        ("after", steps, before * (1 - change), 0),
+        ("control before", 0, before + 0.03, 9),
+        ("control after", steps, (before + 0.03) * (1 - strangers), 9),
+    ):
+        add_series(folder, name, step, list(nats), edges, sequences=sequences, seed=seed)
+    return folder
