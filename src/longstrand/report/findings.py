@@ -199,8 +199,8 @@ def _control_loses(gain: Comparison, control: Comparison | None) -> Check | None
     return Check(
         "Does the control lose the late gain?",
         answer,
-        f"What the late gain is above the early one: {_points(mine)} points with relatives, "
-        f"{_points(theirs)} with strangers in their place.",
+        f"What the late gain is above the early one: {_points(mine, gain)} with relatives, "
+        f"{_points(theirs, control)} with strangers in their place.",
     )
 
 
