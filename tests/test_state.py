@@ -231,7 +231,7 @@ def test_a_full_disk_in_the_middle_of_a_save_keeps_the_old_checkpoint(tmp_path, 
     ).returncode:
         pytest.skip("mounting a small tmpfs is not allowed here")
     try:
-        monkeypatch.setattr(state, "_require_space", lambda *_: None)
+        monkeypatch.setattr(state, "require_space", lambda *_: None)
         _save(disk, 1)
         with pytest.raises(RunFailed, match="No space left on device") as caught:
             for step in range(2, 20):

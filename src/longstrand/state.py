@@ -57,7 +57,7 @@ def save_checkpoint(run: Path, step: int, tensors: Mapping[str, Tensor], trainer
     temporary = checkpoints / f"{_SAVING}{target.name}"
     try:
         checkpoints.mkdir(parents=True, exist_ok=True)
-        _require_space(checkpoints, checkpoint_bytes(tensors), step)
+        require_space(run, tensors, step)
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir()
         _write(temporary, step, tensors, trainer)
@@ -152,6 +152,20 @@ def checkpoint_bytes(tensors: Mapping[str, Tensor]) -> int:
     return sum(tensor.nbytes + 2048 for tensor in tensors.values()) + 2**20
 
 
+def require_space(run: Path, tensors: Mapping[str, Tensor], step: int) -> None:
+    """Checks that the disk has room for one more checkpoint; old ones go only once a new one is whole.
+
+    Raises:
+        RunFailed: with the bytes needed and free.
+    """
+    needed, free = checkpoint_bytes(tensors), shutil.disk_usage(run).free
+    if free < needed:
+        raise RunFailed(
+            f"{run / FOLDER}: the checkpoint of step {step} needs {needed / 1e6:,.1f} MB and "
+            f"{free / 1e6:,.1f} MB are free; make room, then go on with --resume"
+        )
+
+
 def _write(folder: Path, step: int, tensors: Mapping[str, Tensor], trainer: Mapping[str, Any]) -> None:
     with _one_process():
         save(dict(tensors), storage_writer=FileSystemWriter(folder / "state"), no_dist=True)
@@ -172,15 +186,6 @@ def _one_process() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield
-
-
-def _require_space(folder: Path, needed: int, step: int) -> None:
-    free = shutil.disk_usage(folder).free
-    if free < needed:
-        raise RunFailed(
-            f"{folder}: the checkpoint of step {step} needs {needed / 1e6:,.1f} MB and "
-            f"{free / 1e6:,.1f} MB are free; older checkpoints are untouched; make room, then go on with --resume"
-        )
 
 
 def _compare(folder: Path, held: Mapping[str, Any], wanted: Mapping[str, Tensor]) -> None:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any, Protocol
+from types import TracebackType
+from typing import Any, Protocol, runtime_checkable
 
 from longstrand.errors import RunFailed, UserError
 
 FILE = "metrics.jsonl"
 
 
+@runtime_checkable
 class Sink(Protocol):
     """Another place that each record goes to."""
 
@@ -54,8 +56,12 @@ class Metrics:
         """Forces the lines onto the disk: a checkpoint must never be newer than its metrics."""
         os.fsync(self._file.fileno())
 
-    def close(self) -> None:
-        """Closes the file and every sink."""
+    def __enter__(self) -> Metrics:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._file.close()
         for sink in self._sinks:
             sink.close()

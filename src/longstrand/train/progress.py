@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.progress import Progress as Bar
+
+from longstrand.errors import UserError
 
 PLAIN_EVERY_SECONDS = 5.0
 
@@ -44,7 +49,7 @@ class Progress:
             self._bar.stop()
 
     def show(self, record: dict[str, Any]) -> None:
-        """Shows a record of metrics.jsonl; plain lines come at most every 5 seconds, and for the last step."""
+        """Shows a record of metrics.jsonl; plain lines come every 5 seconds at most, and for the last step."""
         figures = describe(record)
         if self._bar is not None:
             self._bar.update(self._task, completed=record["step"], figures=figures)
@@ -52,24 +57,31 @@ class Progress:
         now = time.monotonic()
         if now - self._shown >= PLAIN_EVERY_SECONDS or record["step"] == self._steps:
             self._shown = now
-            write_line(self._console, f"step {record['step']}/{self._steps}  {figures}")
+            _write_line(self._console, f"step {record['step']}/{self._steps}  {figures}")
 
 
-class ConsoleHandler(logging.Handler):
-    """Prints log records on the console, above a live line."""
+@contextmanager
+def logged_to(console: Console, file: Path | None) -> Iterator[None]:
+    """Sends the log of all of longstrand to the console and, with its time, to a file.
 
-    def __init__(self, console: Console) -> None:
-        super().__init__(logging.INFO)
-        self._console = console
-
-    def emit(self, record: logging.LogRecord) -> None:
-        prefix = "warning: " if record.levelno >= logging.WARNING else ""
-        write_line(self._console, prefix + record.getMessage())
-
-
-def write_line(console: Console, text: str) -> None:
-    """Prints text as it is: no markup, no wrapping."""
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
+    Raises:
+        UserError: the file cannot be written.
+    """
+    logger = logging.getLogger("longstrand")
+    level, handlers = (
+        logger.level,
+        [_ConsoleHandler(console), *([] if file is None else [_file_handler(file)])],
+    )
+    logger.setLevel(logging.INFO)
+    for handler in handlers:
+        logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+        for handler in handlers:
+            logger.removeHandler(handler)
+            handler.close()
 
 
 def describe(record: dict[str, Any]) -> str:
@@ -79,6 +91,32 @@ def describe(record: dict[str, Any]) -> str:
         f"{loss}  {record['tokens_per_second']:,.0f} tokens/s  "
         f"peak {record['peak_memory_bytes'] / 2**30:.2f} GiB  {_duration(record['remaining_seconds'])} left"
     )
+
+
+class _ConsoleHandler(logging.Handler):
+    """Prints above a live line."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__()
+        self._console = console
+
+    def emit(self, record: logging.LogRecord) -> None:
+        prefix = "warning: " if record.levelno >= logging.WARNING else ""
+        _write_line(self._console, prefix + record.getMessage())
+
+
+def _file_handler(path: Path) -> logging.Handler:
+    try:
+        handler = logging.FileHandler(path, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written ({error.strerror}); make it a writable file") from error
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    return handler
+
+
+def _write_line(console: Console, text: str) -> None:
+    """Prints text as it is: no markup, no wrapping."""
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def _duration(seconds: float) -> str:

@@ -1,0 +1,155 @@
+"""The folder of a run: opened once, by one process, for one recipe."""
+
+from __future__ import annotations
+
+import fcntl
+import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from longstrand.atomic import write_atomic
+from longstrand.config import Recipe, Source, dump_toml, load_recipe
+from longstrand.errors import UserError
+
+MAY_CHANGE = {"run.out", "train.steps"}
+"""Settings that a resumed run may have otherwise than the run it goes on with."""
+
+
+@contextmanager
+def open_run(recipe: Recipe, *, resume: bool) -> Iterator[tuple[Path, Recipe]]:
+    """Makes or reopens the run's folder, holds its lock, and writes run.toml.
+
+    Yields:
+        The folder, and the recipe with everything resolved: paths absolute, threads a number. A resumed run has
+        the number of threads it began with, since another one could round sums otherwise.
+
+    Raises:
+        UserError: the folder cannot be made or is in use, is used and `resume` is not set, is no run folder, or
+            belongs to another recipe.
+    """
+    run = Path(recipe.run.out).expanduser()
+    _make(run)
+    with _lock(run):
+        used = (run / "run.toml").exists()
+        if used and not resume:
+            raise UserError(
+                f"run.out = {recipe.run.out}: holds a run already; go on with it: {resume_command(run)} "
+                "(or choose another run.out)"
+            )
+        resolved = resolve_recipe(recipe)
+        if used:
+            resolved = _same_recipe(run, recipe, resolved)
+        write_atomic(run / "run.toml", dump_toml(resolved))
+        yield run, resolved
+
+
+def resume_command(run: Path) -> str:
+    """The command that goes on with a run."""
+    return f"longstrand train {shlex.quote(str(run / 'run.toml'))} --resume"
+
+
+def resolve_recipe(recipe: Recipe) -> Recipe:
+    """The same recipe, independent of the working directory and of torch's settings."""
+    data, evaluate, model = recipe.data, recipe.evaluate, recipe.model
+    return recipe.model_copy(
+        update={
+            "run": recipe.run.model_copy(
+                update={
+                    "out": _absolute(recipe.run.out),
+                    "threads": recipe.run.threads or torch.get_num_threads(),
+                }
+            ),
+            "model": model.model_copy(
+                update={"path": _absolute(model.path), "config": _if_there(model.config)}
+            ),
+            "data": data.model_copy(
+                update={
+                    "sources": [_resolve_source(source) for source in data.sources],
+                    "tokenizer": _if_there(data.tokenizer),
+                    "cache": _absolute(data.cache),
+                }
+            ),
+            "evaluate": evaluate.model_copy(
+                update={"sources": [_resolve_source(source) for source in evaluate.sources]}
+            ),
+        }
+    )
+
+
+def _resolve_source(source: Source) -> Source:
+    return source.model_copy(update={"path": _absolute(source.path), "bed": _absolute(source.bed)})
+
+
+def _absolute(path: str | None) -> str | None:
+    return None if path is None else str(Path(path).expanduser().absolute())
+
+
+def _if_there(name: str | None) -> str | None:
+    """A path becomes absolute, the name of something shipped stays."""
+    return _absolute(name) if name is not None and Path(name).expanduser().exists() else name
+
+
+def _make(run: Path) -> None:
+    try:
+        run.mkdir(parents=True, exist_ok=True)
+        foreign = [path.name for path in run.iterdir() if not path.name.startswith(".")]
+    except OSError as error:
+        raise UserError(
+            f"run.out = {run}: cannot be made a folder ({error.strerror}); choose another run.out"
+        ) from error
+    if foreign and "run.toml" not in foreign:
+        raise UserError(
+            f"run.out = {run}: is not a run's folder (it holds {sorted(foreign)[0]} and no run.toml); "
+            "choose a new or empty folder"
+        )
+
+
+@contextmanager
+def _lock(run: Path) -> Iterator[None]:
+    """One process per folder; the system releases the lock of a killed one."""
+    try:
+        file = (run / ".lock").open("w")
+    except OSError as error:
+        raise UserError(
+            f"run.out = {run}: cannot be written ({error.strerror}); choose another run.out"
+        ) from error
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise UserError(
+                f"run.out = {run}: another process is training in it; wait for it, or stop it"
+            ) from error
+        yield
+
+
+def _same_recipe(run: Path, given: Recipe, resolved: Recipe) -> Recipe:
+    began = load_recipe(run / "run.toml")
+    if given.run.threads is None:
+        resolved = resolved.model_copy(
+            update={"run": resolved.run.model_copy(update={"threads": began.run.threads})}
+        )
+    old, new = _flat(began.model_dump()), _flat(resolved.model_dump())
+    for name in sorted(old.keys() | new.keys()):
+        if old.get(name) != new.get(name) and name not in MAY_CHANGE:
+            raise UserError(
+                f"{name} = {new.get(name)}: this run began with {old.get(name)}, and a resumed run may change only "
+                f"{' and '.join(sorted(MAY_CHANGE))}; set it back, or choose another run.out"
+            )
+    return resolved
+
+
+def _flat(values: Any, name: str = "") -> dict[str, Any]:
+    """Nested records as one level: {"data.sources.0.path": ...}."""
+    if isinstance(values, list):
+        values = dict(enumerate(values))
+    if not isinstance(values, dict) or not values:
+        return {name: values}
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat |= _flat(value, f"{name}.{key}" if name else str(key))
+    return flat

@@ -1,0 +1,91 @@
+"""What a run must keep to go on as if it had never stopped, and how it is put back."""
+
+from __future__ import annotations
+
+import base64
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from longstrand.data.loader import Loader
+from longstrand.errors import UserError
+from longstrand.model import Model
+from longstrand.state import (
+    FOLDER,
+    latest_checkpoint,
+    load_checkpoint,
+    prune_checkpoints,
+    remove_unfinished,
+    save_checkpoint,
+)
+from longstrand.train.metrics import cut_after
+from longstrand.train.optimizer import Optimizer
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass
+class Training:
+    """All that moves while a run goes on."""
+
+    model: Model
+    optimizer: Optimizer
+    loader: Loader
+    step: int = 0
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Model and optimizer as a checkpoint names them; not copies."""
+        model = {f"model.{name}": tensor for name, tensor in self.model.state_dict().items()}
+        return model | {f"optimizer.{name}": tensor for name, tensor in self.optimizer.tensors().items()}
+
+
+def save(run: Path, training: Training, keep: int) -> Path:
+    """Writes a checkpoint, then deletes all but the newest `keep`; returns the new one's folder."""
+    trainer = {
+        "updates": training.optimizer.updates,
+        "loader": training.loader.state_dict(),
+        "random": base64.b64encode(torch.get_rng_state().numpy().tobytes()).decode(),
+    }
+    folder = save_checkpoint(run, training.step, training.tensors(), trainer)
+    prune_checkpoints(run, keep)
+    return folder
+
+
+def restore(run: Path, training: Training, steps: int) -> None:
+    """Goes back to the newest whole checkpoint, if there is one, and cuts the metrics after it.
+
+    Raises:
+        UserError: no checkpoint is whole, it is beyond `steps`, or it belongs to another recipe or other data.
+    """
+    if stale := remove_unfinished(run):
+        _log.warning("removed %d unfinished checkpoint folders that a killed run left", stale)
+    newest = latest_checkpoint(run)
+    if newest is None and list((run / FOLDER).glob("step_*")):
+        raise UserError(
+            f"{run / FOLDER}: none of its checkpoints is whole; restore one, or remove them all to begin at step 0"
+        )
+    if newest is not None:
+        trainer = load_checkpoint(newest, training.tensors())
+        training.step = trainer["step"]
+        if training.step > steps:
+            raise UserError(
+                f"train.steps = {steps}: the newest checkpoint is of step {training.step}; set train.steps to "
+                f"{training.step} or more"
+            )
+        training.optimizer.continue_from(trainer["updates"])
+        training.loader.load_state_dict(trainer["loader"])
+        torch.set_rng_state(
+            torch.frombuffer(bytearray(base64.b64decode(trainer["random"])), dtype=torch.uint8)
+        )
+    cut, absent = cut_after(run, training.step)
+    if absent:
+        _log.warning("metrics.jsonl lacks %d of the %d lines up to here", absent, training.step)
+    _log.info(
+        "going on after step %d (%s); %d lines of metrics.jsonl after it were cut",
+        training.step,
+        newest.name if newest is not None else "no checkpoint yet",
+        cut,
+    )
