@@ -78,6 +78,7 @@ class Plot:
 def render(
     name: str, draw: Callable[[Figure, bool], None], wide: tuple[float, float], narrow: tuple[float, float]
 ) -> Plot:
+    """Draws a figure at both sizes (inches); `draw` is told whether it is the narrow one."""
     svgs, png = [], b""
     for size, is_narrow in ((wide, False), (narrow, True)):
         with mpl.rc_context(_RC):
@@ -88,6 +89,7 @@ def render(
             svgs.append(buffer.getvalue().decode())
             if not is_narrow:
                 buffer = io.BytesIO()
+                figure.set_layout_engine("none")
                 figure.set_dpi(200)
                 FigureCanvasAgg(figure).print_png(buffer, metadata={"Software": None})
                 png = buffer.getvalue()

@@ -67,16 +67,16 @@ def plot_loss(run: RunFolder, unit: Unit) -> Plot | None:
     def draw(figure: Figure, narrow: bool) -> None:
         axes = figure.subplots()
         draw_curve(axes, steps, [loss * unit.factor for loss in losses], AFTER, "training")
-        for series, colour, marker in ((run.first("before"), BEFORE, "o"), (run.last("after"), AFTER, "s")):
-            if series is not None and series["nats"] is not None:
+        for name, colour, marker in (("before", BEFORE, "o"), ("after", AFTER, "s")):
+            points = [(s["step"], s["nats"] * unit.factor) for s in run.named(name) if s["nats"] is not None]
+            if points:
                 axes.plot(
-                    [series["step"]],
-                    [series["nats"] * unit.factor],
+                    *zip(*points, strict=True),
                     marker,
                     color=colour,
                     markersize=8,
                     markeredgecolor=INK,
-                    label=f"held-out, {series['name']}",
+                    label=f"held-out, {name}",
                     clip_on=False,
                     zorder=4,
                 )

@@ -40,18 +40,19 @@ class RunFolder:
 
     def first(self, name: str) -> Series | None:
         """The series of this name with the lowest step."""
-        return min(self._named(name), key=lambda series: series["step"], default=None)
+        return min(self.named(name), key=lambda series: series["step"], default=None)
 
     def last(self, name: str) -> Series | None:
         """The series of this name with the highest step."""
-        return max(self._named(name), key=lambda series: series["step"], default=None)
+        return max(self.named(name), key=lambda series: series["step"], default=None)
 
     def column(self, key: str) -> tuple[list[int], list[float]]:
         """Steps and values of one metric, where it is a finite number."""
         rows = [row for row in self.metrics if _is_number(row.get(key))]
         return [row["step"] for row in rows], [float(row[key]) for row in rows]
 
-    def _named(self, name: str) -> list[Series]:
+    def named(self, name: str) -> list[Series]:
+        """All series of this name."""
         return [series for series in self.series if series["name"] == name]
 
 

@@ -49,7 +49,7 @@ def value_html(value: Any, depth: int = 0) -> str:
     if isinstance(value, dict):
         return _record_html(value, depth)
     if isinstance(value, list):
-        if value and all(isinstance(item, dict) for item in value) and _is_flat(value):
+        if any(value) and all(isinstance(item, dict) for item in value) and _is_flat(value):
             keys = list(dict.fromkeys(key for item in value for key in item))
             rows = [[_text(key, item.get(key)) for key in keys] for item in value]
             return table([_words(key) for key in keys], rows, numeric_from=_first_number(value, keys))
