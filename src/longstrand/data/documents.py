@@ -65,6 +65,15 @@ class Documents:
         order = np.concatenate([np.empty(0, np.int64), *groups]).astype(np.int64)
         return cls(parts.take(order), np.cumsum([0, *map(len, groups)]))
 
+    @classmethod
+    def joined(cls, many: Sequence[Documents]) -> Documents:
+        shifts = np.cumsum([0, *(len(documents.parts) for documents in many)])
+        bounds = [documents.bounds[1:] + shift for documents, shift in zip(many, shifts[:-1], strict=True)]
+        return cls(
+            Parts.joined([documents.parts for documents in many]),
+            np.concatenate([np.zeros(1, np.int64), *bounds]),
+        )
+
     def __len__(self) -> int:
         return len(self.bounds) - 1
 

@@ -25,11 +25,13 @@ class Families:
         turned: bool[R]; the record reads along its family on the other strand. All False in a family whose
             k-mers contradict each other (inverted repeats).
         contradicted: number of such families.
+        lengths: int64[R]; letters of each record.
     """
 
     label: np.ndarray
     turned: np.ndarray
     contradicted: int
+    lengths: np.ndarray
 
     @property
     def num_families(self) -> int:
@@ -55,7 +57,7 @@ def find_families(records: Sequence[np.ndarray], k: int = 31) -> Families:
     for index in range(num_passes):
         label = _join(label, *_shared_kmers(records, k, index, num_passes))
     label = _join(label, *_equal_short_records(records, k))
-    return _name_families(label, num_records)
+    return _name_families(label, np.array([len(record) for record in records], np.int64))
 
 
 def connect(label: np.ndarray, first: np.ndarray, second: np.ndarray) -> np.ndarray:
@@ -82,9 +84,10 @@ def kmers(codes: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
     Built by doubling: windows of 1, 2, 4, ... letters, joined for the bits of k. Positions whose window holds a
     code of 4 (not a base) have no meaning.
     """
-    forward = backward = np.zeros(len(codes) + 1, np.uint64)  # windows of 0 letters
-    f_power, b_power = codes.astype(np.uint64) & np.uint64(3), np.uint64(3) - (codes & 3)
-    b_power = b_power.astype(np.uint64)
+    forward: np.ndarray = np.zeros(len(codes) + 1, np.uint64)  # windows of 0 letters
+    backward = forward
+    f_power: np.ndarray = (codes & 3).astype(np.uint64)
+    b_power = np.uint64(3) - f_power
     done, width = 0, 1
     while width <= k:
         if k & width:  # append a window of `width` letters behind the `done` letters we have
@@ -187,7 +190,8 @@ def _is_unclear(codes: np.ndarray, k: int) -> bool:
     return bool(np.diff(outside).max() <= k)
 
 
-def _name_families(label: np.ndarray, num_records: int) -> Families:
+def _name_families(label: np.ndarray, lengths: np.ndarray) -> Families:
+    num_records = len(lengths)
     plus, minus = label[:num_records], label[num_records:]
     contradicted = plus == minus
     # A family's two strands are mirror components; the one that holds its first record as it stands is "forward".
@@ -200,4 +204,5 @@ def _name_families(label: np.ndarray, num_records: int) -> Families:
         label=rank[names] if num_records else np.empty(0, np.int64),
         turned=turned,
         contradicted=len(np.unique(component[contradicted])),
+        lengths=lengths,
     )

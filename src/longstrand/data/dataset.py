@@ -1,0 +1,267 @@
+"""A recipe's data, opened: what trains, what is held out, and the ledger of all of it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from longstrand.config import DataSection, Source
+from longstrand.data.documents import Documents, Parts
+from longstrand.data.ledger import (
+    Ledger,
+    PartLedger,
+    Served,
+    SourceLedger,
+    family_facts,
+    file_facts,
+    letters_read_as_n,
+)
+from longstrand.data.letters import LetterPolicy
+from longstrand.data.loader import DocumentPacks, Loader, Shelf
+from longstrand.data.reading import Reading
+from longstrand.data.selection import Selection, num_records, select, tokenized
+from longstrand.data.sequences import FamilyRules, Order, SequenceSet, family_set, window_set
+from longstrand.data.splits import HELD_OUT, PART_NAMES, TRAIN, PartName, check_apart
+from longstrand.data.tokens import TextTokenizer, letter_ids
+from longstrand.errors import UserError
+
+
+def open_data(
+    section: DataSection, *, seed: int = 0, cache_dir: Path | None = None, model_folder: Path | None = None
+) -> Data:
+    """Reads, selects and splits what `[data]` names, and counts all of it.
+
+    Args:
+        seed: of the order of training (the split has its own).
+        cache_dir: instead of `section.cache`.
+        model_folder: the model's; with tokenizer "bases", a tokenizer.json in it gives each letter its token.
+
+    Raises:
+        UserError: whatever is wrong with a file, a region, the split or the tokenizer, in one line.
+    """
+    return _open(section, seed, cache_dir, model_folder, held_out=False)
+
+
+def open_evaluation(
+    sources: Sequence[Source],
+    length: int,
+    *,
+    like: DataSection | None = None,
+    cache_dir: Path | None = None,
+    model_folder: Path | None = None,
+    apart_from: Data | None = None,
+) -> Data:
+    """Files to evaluate on: everything in them is held out.
+
+    Args:
+        like: the section whose policies, tokenizer, families and cache apply (the defaults where None).
+        apart_from: training data that must share no letter with these files.
+
+    Raises:
+        UserError: as `open_data`; or the files overlap with what is trained on.
+    """
+    settings = {} if like is None else like.model_dump(exclude={"sources", "length", "split"})
+    dumped = [source.model_dump() for source in sources]
+    section = DataSection.model_validate({**settings, "sources": dumped, "length": length})
+    data = _open(section, 0, cache_dir, model_folder, held_out=True)
+    if apart_from is not None:
+        apart_from.check_apart_from(data)
+    return data
+
+
+class Data:
+    """What a recipe's `[data]` section stands for.
+
+    Attributes:
+        ledger: every letter and token and what became of it; `as_dict()` is data.json.
+        max_token: the largest token id that can occur; the model's vocabulary must exceed it.
+    """
+
+    def __init__(
+        self, section: DataSection, reading: Reading, letters: Selection, selection: Selection, seed: int
+    ) -> None:
+        self.section, self.seed = section, seed
+        self._reading, self._letters, self._selection = reading, letters, selection
+        self._known: dict[tuple[int, int, int, Order | None], SequenceSet] = {}
+        self.ledger = Ledger([], section.model_dump(exclude={"sources", "cache"}, exclude_none=True))
+        self._fill_ledger()
+
+    @property
+    def max_token(self) -> int:
+        stores = self._selection.stores
+        ids = self._reading.ids[self._reading.policy.normal()]
+        return max(int(ids.max()) if s.holds_letters else s.facts["max_value"] for s in stores)
+
+    def train_loader(self, sequences_per_step: int) -> Loader:
+        """The order of training, from step 0.
+
+        Raises:
+            UserError: a source has nothing to train on (with what became of it).
+        """
+        shelves = []
+        for index, line in enumerate(self.ledger.sources):
+            sequences = self._sequences(index, TRAIN, self.section.length, None)
+            if not len(sequences.in_epoch(0)):
+                raise UserError(f"data: nothing to train on in {line.path}: {line.why_nothing('train')}")
+            line.served = Served()
+            shelves.append(Shelf(sequences, line.weight, line.served))
+        return Loader(
+            shelves,
+            self._selection.stores,
+            self._reading,
+            length=self.section.length,
+            sequences_per_step=sequences_per_step,
+            seed=self.seed,
+            reverse_complement=self.section.reverse_complement,
+            fingerprint=self._fingerprint(sequences_per_step),
+        )
+
+    def documents(
+        self,
+        part: PartName = "held_out",
+        *,
+        length: int | None = None,
+        sequences: int | None = None,
+        order: Order | None = None,
+    ) -> DocumentPacks:
+        """The documents of one part of the split, each a pack of its own, in a fixed order.
+
+        They do not depend on the run's seed, so runs with several seeds are scored on the same documents. Letters
+        are read on the strand they stand on.
+
+        Args:
+            length: tokens of a window or of a sequence of relatives (the recipe's where None).
+            sequences: how many documents, evenly spread over all (all where None).
+            order: "strangers" gives the control of the same sequences.
+
+        Raises:
+            UserError: the part is empty, or there are no families for a control.
+        """
+        which = PART_NAMES.index(part)
+        if which != TRAIN and self.section.split is None and not self._all_held_out:
+            raise UserError(f"data: no {part} part; add [data.split], or name evaluate.sources")
+        if order is not None and self.section.families is None:
+            raise UserError(f'data: order = "{order}" needs [data.families]')
+        sets = [
+            self._sequences(source, which, length or self.section.length, order)
+            for source in range(len(self.section.sources))
+        ]
+        documents = Documents.joined([own.in_epoch(0) for own in sets])
+        if not len(documents):
+            reasons = [f"{line.path}: {line.why_nothing(part)}" for line in self.ledger.sources]
+            raise UserError(f"data: the {part} part has no document ({'; '.join(reasons)})")
+        chosen = np.arange(len(documents))
+        if sequences is not None and sequences < len(documents):
+            chosen = np.linspace(0, len(documents) - 1, sequences).round().astype(np.int64)
+        return DocumentPacks(self._selection.stores, self._reading, documents, chosen)
+
+    def check_apart_from(self, evaluation: Data) -> None:
+        """Asserts that no letter of the training part stands in the evaluation data, on either strand.
+
+        Raises:
+            UserError: the first two stretches that overlap.
+        """
+        own, other = self._letters, evaluation._letters
+        shift = len(own.stores)
+        trained = own.parts.take(np.flatnonzero(own.part_of == TRAIN))
+        parts = Parts.joined([trained, replace(other.parts, store=other.parts.store + shift)])
+        part_of = np.repeat([0, 1], [len(trained), len(other.parts)])
+        check_apart([*own.stores, *other.stores], parts, part_of, names=("training", "evaluation"))
+
+    @property
+    def _all_held_out(self) -> bool:
+        return bool((self._selection.part_of == HELD_OUT).all())
+
+    def _sequences(self, source: int, part: int, length: int, order: Order | None) -> SequenceSet:
+        """What one source shows of one part of the split."""
+        key = (source, part, length, order)
+        if key not in self._known:
+            self._known[key] = self._new_sequences(*key)
+        return self._known[key]
+
+    def _new_sequences(self, source: int, part: int, length: int, order: Order | None) -> SequenceSet:
+        own = self._selection.of(source, part)
+        stores, parts = self._selection.stores, self._selection.parts.take(own)
+        families = self.section.families
+        if families is None:
+            return window_set(stores, self._reading, parts, length, self.section.n_max)
+        fixed = self.section.split.seed if self.section.split is not None else 0
+        rules = FamilyRules(
+            least=families.members,
+            seed=self.seed if part == TRAIN else fixed,
+            order=order or families.order,
+            n_max=self.section.n_max,
+        )
+        return family_set(stores, self._reading, parts, self._selection.label[own], length, rules)
+
+    def _fill_ledger(self) -> None:
+        letters, selection = self._letters, self._selection
+        for index, entry in enumerate(letters.inputs):
+            stores = [letters.stores[store] for store in entry.stores]
+            chosen = int(letters.parts.lengths[letters.source_of == index].sum())
+            line = SourceLedger(
+                path=entry.source.path,
+                weight=entry.source.weight,
+                kind=entry.kind,
+                files=[file_facts(store) for store in stores],
+                values=entry.num_values,
+                outside_regions=entry.num_values - chosen,
+                named_twice=entry.named_twice,
+                read_as_n=letters_read_as_n(stores, self._reading.policy),
+            )
+            for part, name in enumerate(PART_NAMES):
+                own = selection.of(index, part)
+                if len(own):
+                    sequences = self._sequences(index, part, self.section.length, None)
+                    records = num_records(letters, letters.of(index, part))
+                    tokens = int(selection.parts.lengths[own].sum())
+                    counted = PartLedger.of(
+                        self._reading, selection.stores, sequences.in_epoch(0), records, tokens
+                    )
+                    counted.add_skipped(sequences.skipped, sequences.num_cut)
+                    line.parts[name] = counted
+                    line.part_values[name] = int(letters.parts.lengths[letters.of(index, part)].sum())
+            self.ledger.sources.append(line)
+        if letters.families is not None:
+            self.ledger.families = family_facts(letters.families)
+
+    def _fingerprint(self, sequences_per_step: int) -> str:
+        """Changes whenever the order or the content of training would."""
+        selection = self._selection
+        digest = hashlib.sha256()
+        for store in selection.stores:
+            digest.update(store.digest.encode())
+        arrays = (selection.parts.store, selection.parts.start, selection.parts.end, selection.parts.turned)
+        for array in (*arrays, selection.source_of, selection.part_of, selection.label, self._reading.ids):
+            digest.update(np.ascontiguousarray(array).tobytes())
+        settings = self.section.model_dump(exclude={"sources", "cache", "tokenizer"})
+        weights = [source.weight for source in self.section.sources]
+        digest.update(json.dumps([settings, weights, self.seed, sequences_per_step], sort_keys=True).encode())
+        return digest.hexdigest()
+
+
+def _open(
+    section: DataSection, seed: int, cache_dir: Path | None, model_folder: Path | None, held_out: bool
+) -> Data:
+    cache = cache_dir if cache_dir is not None else Path(section.cache)
+    tokenizer = None if section.tokenizer == "bases" else TextTokenizer(section.tokenizer, section.cut)
+    policy = LetterPolicy(section.case, section.n, section.iupac)
+    reading = Reading(policy, letter_ids(model_folder if tokenizer is None else None))
+    letters = select(section, cache, tokenizer)
+    if held_out:
+        letters = replace(letters, part_of=np.full(len(letters.parts), HELD_OUT))
+    reading.check_letters(letters.stores, letters.parts)
+    check_apart(letters.stores, letters.parts, letters.part_of)
+    if tokenizer is None:
+        return Data(section, reading, letters, letters, seed)
+    if section.reverse_complement:
+        raise UserError(
+            'data.reverse_complement = true: needs tokenizer = "bases", since the other strand of a token is no token; '
+            "set it to false"
+        )
+    return Data(section, reading, letters, tokenized(letters, tokenizer, policy, cache), seed)

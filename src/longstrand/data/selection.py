@@ -1,0 +1,216 @@
+"""From the sources of a recipe to stretches of stores: what is read, what is chosen, which part of the split it is."""
+
+from __future__ import annotations
+
+import glob
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from longstrand.config import DataSection, Source
+from longstrand.data.documents import Parts
+from longstrand.data.families import Families, find_families
+from longstrand.data.ingest import Kind, kind_of_file, open_fasta, open_jsonl, open_tokens
+from longstrand.data.letters import LetterPolicy
+from longstrand.data.regions import locate, read_bed, read_regions
+from longstrand.data.splits import TRAIN, contents_of, records_of, split_regions, split_units
+from longstrand.data.store import Store
+from longstrand.data.tokens import TextTokenizer
+from longstrand.errors import UserError
+
+
+@dataclass(frozen=True)
+class Input:
+    """One source: its files and what its regions choose of them.
+
+    Attributes:
+        stores: which of the stores are its files.
+        num_values: letters (tokens, for JSONL) of its files.
+        named_twice: letters that several of its regions named.
+    """
+
+    source: Source
+    kind: Kind
+    stores: tuple[int, ...]
+    num_values: int
+    named_twice: int
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The chosen stretches of all sources.
+
+    Attributes:
+        source_of: int64[P], the source of each part.
+        part_of: int64[P], its part of the split (TRAIN, VALIDATION, HELD_OUT).
+        label: int64[P], its family; empty where no families were looked for.
+        families: of the parts before any split, or None.
+    """
+
+    inputs: tuple[Input, ...]
+    stores: list[Store]
+    parts: Parts
+    source_of: np.ndarray
+    part_of: np.ndarray
+    label: np.ndarray
+    families: Families | None = None
+
+    def of(self, source: int, part: int) -> np.ndarray:
+        """Indices of one source's parts in one part of the split."""
+        return np.flatnonzero((self.source_of == source) & (self.part_of == part))
+
+
+def select(section: DataSection, cache: Path, tokenizer: TextTokenizer | None) -> Selection:
+    """Opens all sources, chooses their regions, finds families and splits.
+
+    Raises:
+        UserError: no such file, mixed kinds, a setting that a kind of file cannot have, or what the readers raise.
+    """
+    stores: list[Store] = []
+    inputs, parts = [], []
+    for source in section.sources:
+        entry, own = _open_source(source, section, cache, tokenizer, stores)
+        inputs.append(entry)
+        parts.append(own)
+    joined = Parts.joined(parts)
+    nothing = np.empty(0, np.int64)
+    source_of = np.repeat(np.arange(len(parts)), [len(own) for own in parts])
+    selection = Selection(tuple(inputs), stores, joined, source_of, np.full(len(joined), TRAIN), nothing)
+    if section.families is not None or (section.split is not None and section.split.by == "family"):
+        selection = _with_families(section, selection)
+    return selection if section.split is None else _with_split(section, selection)
+
+
+def tokenized(selection: Selection, tokenizer: TextTokenizer, policy: LetterPolicy, cache: Path) -> Selection:
+    """The same stretches as tokens: each part of a letter store becomes one record of a token store.
+
+    Raises:
+        UserError: the tokenizer makes nothing of a stretch.
+    """
+    stores = list(selection.stores)
+    store, start, end = (
+        np.array(a) for a in (selection.parts.store, selection.parts.start, selection.parts.end)
+    )
+    turned = selection.parts.turned.copy()
+    for index, letters in enumerate(selection.stores):
+        own = np.flatnonzero(selection.parts.store == index)
+        if not letters.holds_letters or not len(own):
+            continue
+        tokens = open_tokens(letters, selection.parts.take(own), tokenizer, policy, cache)
+        if tokens.num_records != len(own):
+            raise UserError(
+                f"{letters.source}: the tokenizer {tokenizer.path} makes no token of some stretch of it"
+            )
+        store[own], turned[own] = len(stores), False
+        start[own], end[own] = tokens.starts[:-1], tokens.starts[1:]
+        stores.append(tokens)
+    return replace(selection, stores=stores, parts=Parts(store, start, end, turned))
+
+
+def _open_source(
+    source: Source, section: DataSection, cache: Path, tokenizer: TextTokenizer | None, stores: list[Store]
+) -> tuple[Input, Parts]:
+    """Opens one source's files, appending to `stores` those that no source before it named."""
+    paths = _expand(source.path)
+    kinds = {path: kind_of_file(path) if source.format == "auto" else source.format for path in paths}
+    kind = kinds[paths[0]]
+    if other := [path for path in paths if kinds[path] != kind]:
+        raise UserError(
+            f"data.sources: {source.path!r} matches {paths[0]} ({kind}) and {other[0]} ({kinds[other[0]]}); "
+            "give each kind a source of its own"
+        )
+    _refuse_settings(source, section, kind)
+    indices, opened = [], []
+    for path in paths:
+        store = (
+            open_fasta(path, cache)
+            if kind == "fasta"
+            else open_jsonl(path, cache, tokenizer, kind == "tokens")
+        )
+        known = [index for index, other_store in enumerate(stores) if other_store.digest == store.digest]
+        if not known:
+            known = [len(stores)]
+            stores.append(store)
+        if known[0] not in indices:
+            indices.append(known[0])
+            opened.append(store)
+    parts, named_twice = _choose(source, opened)
+    parts = replace(parts, store=np.array(indices, np.int64)[parts.store])
+    num_values = sum(len(store.values) for store in opened)
+    return Input(source, kind, tuple(indices), num_values, named_twice), parts
+
+
+def _choose(source: Source, stores: Sequence[Store]) -> tuple[Parts, int]:
+    """The regions of a source, or all its records; stores are counted within the source."""
+    if source.bed is not None:
+        return locate(read_bed(Path(source.bed).expanduser()), stores)
+    if source.regions:
+        return locate(read_regions(source.regions, stores), stores)
+    index = np.repeat(np.arange(len(stores)), [store.num_records for store in stores])
+    start = np.concatenate([store.starts[:-1] for store in stores])
+    end = np.concatenate([store.starts[1:] for store in stores])
+    return Parts(index, start, end, np.zeros(len(index), bool)), 0
+
+
+def _expand(pattern: str) -> list[Path]:
+    path = Path(pattern).expanduser()
+    if path.exists() or not glob.has_magic(str(path)):
+        return [path]
+    found = sorted(Path(name) for name in glob.glob(str(path), recursive=True) if Path(name).is_file())
+    if not found:
+        raise UserError(
+            f"data.sources: no file matches {pattern!r}; correct the path (relative to {Path.cwd()})"
+        )
+    return found
+
+
+def _refuse_settings(source: Source, section: DataSection, kind: Kind) -> None:
+    """Settings that only nucleotide records can have."""
+    if kind == "fasta":
+        return
+    wanted = {
+        "regions": bool(source.regions),
+        "bed": source.bed is not None,
+        "reverse_complement": section.reverse_complement,
+        "families": section.families is not None,
+        f'split.by = "{section.split.by if section.split else ""}"': section.split is not None
+        and section.split.by != "record",
+    }
+    for name, is_set in wanted.items():
+        if is_set:
+            raise UserError(
+                f"data: {source.path} is {kind}, and {name} is for FASTA; remove it or the source"
+            )
+
+
+def _with_families(section: DataSection, selection: Selection) -> Selection:
+    k = section.families.kmer if section.families is not None else 31
+    parts = selection.parts
+    views = [
+        selection.stores[store].values[start:end]
+        for store, start, end in zip(parts.store, parts.start, parts.end, strict=True)
+    ]
+    families = find_families(views, k)
+    turned = families.turned if section.families is not None else parts.turned
+    return replace(selection, parts=replace(parts, turned=turned), label=families.label, families=families)
+
+
+def _with_split(section: DataSection, selection: Selection) -> Selection:
+    split = section.split
+    assert split is not None
+    shares = (split.validation, split.held_out)
+    parts = selection.parts
+    if split.by == "region":
+        parts, part_of, origin = split_regions(parts, shares)
+        return replace(selection, parts=parts, source_of=selection.source_of[origin], part_of=part_of)
+    units = selection.label if split.by == "family" else contents_of(selection.stores, parts)
+    # Units are numbered in the order of their names; contents are hashes, so that order does not follow the files'.
+    part_of = split_units(units, parts.lengths, shares, split.seed, split.by)
+    return replace(selection, part_of=part_of)
+
+
+def num_records(selection: Selection, chosen: np.ndarray) -> int:
+    """How many records the chosen parts are of."""
+    return len(np.unique(records_of(selection.stores, selection.parts.take(chosen))))
