@@ -77,7 +77,7 @@ def page(demo: Path) -> Page:
 @pytest.fixture
 def words_only(monkeypatch):
     """Leaves out the drawing, which takes a second per report."""
-    monkeypatch.setattr(plots, "render", lambda name, *_: Plot(name, "<svg></svg>", "<svg></svg>", b""))
+    monkeypatch.setattr(plots, "render", lambda name, *_, **__: Plot(name, "<svg></svg>", "<svg></svg>", b""))
 
 
 def stored(folder: Path, name: str, step: int) -> dict:
@@ -171,6 +171,7 @@ def test_the_same_run_gives_the_same_bytes(demo: Path):
     assert [path.read_bytes() for path in files] == first
 
 
+@pytest.mark.usefixtures("words_only")
 @pytest.mark.parametrize(
     ("gains", "headline", "late"),
     [
