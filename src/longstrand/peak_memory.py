@@ -21,8 +21,8 @@ SOURCE = (
 def resident_bytes(pid: int | None = None) -> int:
     """Anonymous and shared resident bytes of a process (default: this one) and all its descendants now.
 
-    File-backed pages (libraries, memory-mapped data) are left out: the system can drop them at will. A process
-    that ends meanwhile counts as 0.
+    File-backed pages (libraries, memory-mapped data) are left out: the system can drop them at will.
+    A process that ends meanwhile counts as 0.
     """
     if not (PROC / "self/status").exists():
         unit = 1 if sys.platform == "darwin" else 1024

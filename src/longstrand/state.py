@@ -62,7 +62,7 @@ def save_checkpoint(run: Path, step: int, tensors: Mapping[str, Tensor], trainer
         temporary.mkdir()
         _write(temporary, step, tensors, trainer)
         check_checkpoint(temporary)
-        _set_aside(target)
+        _delete(target)
         temporary.rename(target)
         _sync(checkpoints)
     except (OSError, RuntimeError, CheckpointException) as error:
@@ -135,7 +135,18 @@ def latest_checkpoint(run: Path) -> Path | None:
 def prune_checkpoints(run: Path, keep: int) -> None:
     """Deletes all but the newest `keep` checkpoints; call it only once the newest is whole."""
     for folder in _checkpoints(run)[keep:]:
-        _set_aside(folder)
+        _delete(folder)
+
+
+def set_broken_aside(run: Path, newest: Path) -> None:
+    """Renames what is newer than the newest whole checkpoint to `broken_step_...`; a new one may take its name."""
+    for folder in _checkpoints(run):
+        if folder.name == newest.name:
+            return
+        aside = folder.with_name(f"broken_{folder.name}")
+        shutil.rmtree(aside, ignore_errors=True)
+        folder.rename(aside)
+        _log.warning("%s is kept as %s", folder.name, aside.name)
 
 
 def remove_unfinished(run: Path) -> int:
@@ -245,7 +256,7 @@ def _checkpoints(run: Path) -> list[Path]:
     return [path for _, path in sorted(found, reverse=True)]
 
 
-def _set_aside(folder: Path) -> None:
+def _delete(folder: Path) -> None:
     """Deletes a checkpoint; its name goes first: a kill in between leaves nothing that looks whole."""
     if not folder.exists():
         return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, runtime_checkable
@@ -97,12 +98,16 @@ def cut_after(run: Path, step: int) -> tuple[int, int]:
     return len(lines) - len(kept), step - len(kept)
 
 
-def open_tensorboard(run: Path, step: int) -> Sink:
-    """A sink that writes TensorBoard event files under `tensorboard/`; events after `step` are purged.
+def open_sinks(run: Path, names: Sequence[str], step: int) -> list[Sink]:
+    """The sinks that a recipe names; what they hold after `step` is purged.
 
     Raises:
-        UserError: TensorBoard is not installed.
+        UserError: one of them is not installed.
     """
+    return [_open_tensorboard(run, step) for name in names if name == "tensorboard"]
+
+
+def _open_tensorboard(run: Path, step: int) -> Sink:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:

@@ -50,7 +50,7 @@ class Optimizer:
     parameter afterwards: a bfloat16 weight of 1.0 alone would never move by steps of 1e-3 (half its spacing
     is 2e-3).
 
-    Memory: 8 bytes per trained parameter for the two moments, 4 more where there is a master (float64: 16, 0).
+    Memory: 8 bytes per trained parameter for the two moments, 4 more with a master (float64: 16, 0).
     """
 
     def __init__(self, model: nn.Module, names: list[str], settings: TrainSection) -> None:

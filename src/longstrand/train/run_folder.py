@@ -11,17 +11,19 @@ from typing import Any
 
 import torch
 
+import longstrand
 from longstrand.atomic import write_atomic
-from longstrand.config import Recipe, Source, dump_toml, load_recipe
+from longstrand.config import ModelSection, Recipe, Source, dump_toml, load_recipe
 from longstrand.errors import UserError
 
+_SHIPPED = Path(longstrand.__file__).parent / "configs"
 MAY_CHANGE = {"run.out", "train.steps"}
 """Settings that a resumed run may have otherwise than the run it goes on with."""
 
 
 @contextmanager
 def open_run(recipe: Recipe, *, resume: bool) -> Iterator[tuple[Path, Recipe]]:
-    """Makes or reopens the run's folder, holds its lock, and writes run.toml.
+    """Makes or reopens the run's folder and holds its lock.
 
     Yields:
         The folder, and the recipe with everything resolved: paths absolute, threads a number. A resumed run has
@@ -32,19 +34,45 @@ def open_run(recipe: Recipe, *, resume: bool) -> Iterator[tuple[Path, Recipe]]:
             belongs to another recipe.
     """
     run = Path(recipe.run.out).expanduser()
+    check_unused(run, resume=resume)
     _make(run)
     with _lock(run):
-        used = (run / "run.toml").exists()
-        if used and not resume:
-            raise UserError(
-                f"run.out = {recipe.run.out}: holds a run already; go on with it: {resume_command(run)} "
-                "(or choose another run.out)"
-            )
+        used = check_unused(run, resume=resume)
         resolved = resolve_recipe(recipe)
         if used:
             resolved = _same_recipe(run, recipe, resolved)
-        write_atomic(run / "run.toml", dump_toml(resolved))
         yield run, resolved
+
+
+def write_recipe(run: Path, recipe: Recipe) -> None:
+    """Writes run.toml, from which on the folder is used: only once the recipe is known to work."""
+    write_atomic(run / "run.toml", dump_toml(recipe))
+
+
+def check_unused(run: Path, *, resume: bool) -> bool:
+    """Whether the folder holds a run, which only `resume` may go on with.
+
+    Raises:
+        UserError: it holds one and `resume` is not set, or it holds something else.
+    """
+    try:
+        found = sorted(p.name for p in run.iterdir() if not p.name.startswith(".") and p.name != "log.txt")
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        raise UserError(
+            f"run.out = {run}: not a folder ({error.strerror}); choose another run.out"
+        ) from error
+    if "run.toml" not in found and found:
+        raise UserError(
+            f"run.out = {run}: is not a run's folder (it holds {found[0]} and no run.toml); "
+            "choose a new or empty folder"
+        )
+    if "run.toml" in found and not resume:
+        raise UserError(
+            f"run.out = {run}: holds a run already; go on with {resume_command(run)} (or choose another run.out)"
+        )
+    return bool(found)
 
 
 def resume_command(run: Path) -> str:
@@ -80,6 +108,26 @@ def resolve_recipe(recipe: Recipe) -> Recipe:
     )
 
 
+def model_source(model: ModelSection) -> Path:
+    """The folder or config file that a recipe's model stands for.
+
+    Raises:
+        UserError: no such file, and no shipped config of that name.
+    """
+    if model.path is not None:
+        return Path(model.path)
+    shipped = {path.name.removesuffix(".json"): path for path in _SHIPPED.glob("*.json")}
+    path = Path(str(model.config))
+    if path.exists():
+        return path
+    if str(model.config) not in shipped:
+        raise UserError(
+            f"model.config = {model.config}: no such file, and no shipped config; shipped are "
+            f"{', '.join(sorted(shipped))}"
+        )
+    return shipped[str(model.config)]
+
+
 def _resolve_source(source: Source) -> Source:
     return source.model_copy(update={"path": _absolute(source.path), "bed": _absolute(source.bed)})
 
@@ -96,16 +144,10 @@ def _if_there(name: str | None) -> str | None:
 def _make(run: Path) -> None:
     try:
         run.mkdir(parents=True, exist_ok=True)
-        foreign = [path.name for path in run.iterdir() if not path.name.startswith(".")]
     except OSError as error:
         raise UserError(
             f"run.out = {run}: cannot be made a folder ({error.strerror}); choose another run.out"
         ) from error
-    if foreign and "run.toml" not in foreign:
-        raise UserError(
-            f"run.out = {run}: is not a run's folder (it holds {sorted(foreign)[0]} and no run.toml); "
-            "choose a new or empty folder"
-        )
 
 
 @contextmanager

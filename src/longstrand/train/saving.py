@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 import logging
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from longstrand.data.loader import Loader
+from longstrand.atomic import write_atomic
+from longstrand.data import Data, Loader
 from longstrand.errors import UserError
 from longstrand.model import Model
 from longstrand.state import (
@@ -20,6 +22,7 @@ from longstrand.state import (
     prune_checkpoints,
     remove_unfinished,
     save_checkpoint,
+    set_broken_aside,
 )
 from longstrand.train.metrics import cut_after
 from longstrand.train.optimizer import Optimizer
@@ -33,6 +36,7 @@ class Training:
 
     model: Model
     optimizer: Optimizer
+    data: Data
     loader: Loader
     step: int = 0
 
@@ -43,7 +47,7 @@ class Training:
 
 
 def save(run: Path, training: Training, keep: int) -> Path:
-    """Writes a checkpoint, then deletes all but the newest `keep`; returns the new one's folder."""
+    """Writes a checkpoint, then deletes all but the newest `keep`, then the ledger; returns the new folder."""
     trainer = {
         "updates": training.optimizer.updates,
         "loader": training.loader.state_dict(),
@@ -51,6 +55,7 @@ def save(run: Path, training: Training, keep: int) -> Path:
     }
     folder = save_checkpoint(run, training.step, training.tensors(), trainer)
     prune_checkpoints(run, keep)
+    write_atomic(run / "data.json", json.dumps(training.data.ledger.as_dict(), indent=1))
     return folder
 
 
@@ -68,6 +73,7 @@ def restore(run: Path, training: Training, steps: int) -> None:
             f"{run / FOLDER}: none of its checkpoints is whole; restore one, or remove them all to begin at step 0"
         )
     if newest is not None:
+        set_broken_aside(run, newest)
         trainer = load_checkpoint(newest, training.tensors())
         training.step = trainer["step"]
         if training.step > steps:
@@ -83,9 +89,6 @@ def restore(run: Path, training: Training, steps: int) -> None:
     cut, absent = cut_after(run, training.step)
     if absent:
         _log.warning("metrics.jsonl lacks %d of the %d lines up to here", absent, training.step)
-    _log.info(
-        "going on after step %d (%s); %d lines of metrics.jsonl after it were cut",
-        training.step,
-        newest.name if newest is not None else "no checkpoint yet",
-        cut,
-    )
+    if newest is not None or cut:
+        where = newest.name if newest is not None else "step 0, as there is no checkpoint yet"
+        _log.info("going on from %s; %d lines of metrics.jsonl after it were cut", where, cut)

@@ -116,7 +116,8 @@ def _backward(model: Model, packs: Sequence[Pack], settings: TrainSection, step:
     rows = max(num_layers * sum(pack.indexer_rows(model.architecture.index_kpool) for pack in packs), 1)
     aux = settings.balance == "aux"
     shares = _count_experts(model, packs, tile) if aux and len(packs) > 1 else None
-    loss, kl, counts = 0.0, 0.0, {}
+    loss, kl = 0.0, 0.0
+    counts: dict[int, Tensor] = {}
     for number, pack in enumerate(packs, start=1):
         side = SideLosses(
             indexer=settings.indexer,

@@ -1,0 +1,172 @@
+"""Fine-tuning from a recipe: the whole of a run, top to bottom."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from longstrand.atomic import write_atomic
+from longstrand.config import Recipe
+from longstrand.data import open_data
+from longstrand.errors import UserError
+from longstrand.model import kernels, load_model
+from longstrand.peak_memory import SOURCE, PeakMemory
+from longstrand.state import checkpoint_bytes, require_space
+from longstrand.train.evaluation import evaluate_once, evaluation_packs
+from longstrand.train.metrics import Metrics, open_sinks
+from longstrand.train.optimizer import Optimizer, freeze_all_but, trained_names
+from longstrand.train.progress import Progress, logged_to
+from longstrand.train.run_folder import (
+    check_unused,
+    model_source,
+    open_run,
+    resolve_recipe,
+    resume_command,
+    write_recipe,
+)
+from longstrand.train.saving import Training, restore, save
+from longstrand.train.signals import Stopped, StopRequests
+from longstrand.train.step import take_step
+from longstrand.train.timing import StepTimer
+
+_log = logging.getLogger(__name__)
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+
+
+def train(recipe: Recipe, *, resume: bool = False, dry_run: bool = False) -> Path:
+    """Trains as the recipe says and returns the run's folder.
+
+    Args:
+        recipe: everything that defines the run.
+        resume: go on from the newest whole checkpoint of `run.out`; begins a run where there is none.
+        dry_run: open data, model and optimizer, say what they are, and write nothing into `run.out`.
+
+    Raises:
+        UserError: the recipe, its inputs or the folder cannot be used.
+        CheckFailed: a loss or gradient is not finite; the last checkpoint is kept.
+        RunFailed: the disk does not take a file; the last checkpoint is kept.
+        Stopped: SIGTERM or SIGINT came; the step was finished and saved.
+    """
+    console = Console(stderr=True)
+    if dry_run:
+        with logged_to(console, None):
+            check_unused(Path(recipe.run.out), resume=resume)
+            resolved = resolve_recipe(recipe)
+            evaluation_packs(resolved, prepare(resolved).data)
+        return Path(recipe.run.out)
+
+    # 1. The folder: made or reopened, for this process alone.
+    with (
+        open_run(recipe, resume=resume) as (run, resolved),
+        logged_to(console, run / "log.txt"),
+        StopRequests() as stop,
+        PeakMemory() as memory,
+    ):
+        go_on = f"go on with {resume_command(run)}"
+        with stop.leaving_at_once(f"no step was taken; {go_on}"):
+            # 2. Data, model and optimizer, as they were where a stopped run was.
+            _log.info(
+                "run %s; memory is %s; imports took %.2f GiB", run, SOURCE, memory.baseline_bytes / 2**30
+            )
+            training = prepare(resolved)
+            restore(run, training, resolved.train.steps)
+            require_space(run, training.tensors(), training.step + 1)
+            write_recipe(run, resolved)
+            write_atomic(run / "kernels.json", json.dumps(kernels(training.model), indent=1))
+
+            # 3. Held-out loss by position before the first step.
+            packs = evaluation_packs(resolved, training.data)
+            if resolved.evaluate.before and training.step == 0:
+                evaluate_once(run, resolved, training, packs, "before")
+
+        # 4. The steps; each one that is due is saved.
+        if training.step < resolved.train.steps:
+            _take_steps(run, resolved, training, stop, memory, console)
+
+        # 5. Held-out loss by position after the last step.
+        with stop.leaving_at_once(f"all steps are saved, an evaluation is missing; {go_on}"):
+            evaluate_once(run, resolved, training, packs, "after")
+        _log.info("done: %d steps", training.step)
+    return run
+
+
+def prepare(recipe: Recipe) -> Training:
+    """Data, model and optimizer of a resolved recipe, at step 0; logs what they are.
+
+    Raises:
+        UserError: an input cannot be used, or data and model do not fit each other.
+    """
+    if recipe.run.threads is not None:
+        torch.set_num_threads(recipe.run.threads)
+    torch.manual_seed(recipe.run.seed)
+    source, dtype = model_source(recipe.model), _DTYPES[recipe.run.dtype]
+    data = open_data(recipe.data, seed=recipe.run.seed, model_folder=source if source.is_dir() else None)
+    loader = data.train_loader(recipe.train.sequences_per_step)
+    model = load_model(source, dtype, seed=recipe.run.seed, init=recipe.model.init)
+    if data.max_token >= model.architecture.vocab_size:
+        raise UserError(
+            f"data.tokenizer = {recipe.data.tokenizer}: gives token {data.max_token}, and the model's vocabulary "
+            f"has {model.architecture.vocab_size}; use the model's own tokenizer"
+        )
+    names = trained_names(model.groups(), recipe.train)
+    freeze_all_but(model, names)
+    training = Training(model, Optimizer(model, names, recipe.train), data, loader)
+    _describe(recipe, training)
+    return training
+
+
+def _take_steps(
+    run: Path,
+    recipe: Recipe,
+    training: Training,
+    stop: StopRequests,
+    memory: PeakMemory,
+    console: Console,
+) -> None:
+    """The loop: data, step, record, and a checkpoint where one is due or a signal came."""
+    settings = recipe.train
+    timer = StepTimer(settings.steps, memory)
+    sinks = open_sinks(run, recipe.run.sinks, training.step)
+    with Metrics(run, sinks) as metrics, Progress(console, settings.steps, training.step) as progress:
+        while training.step < settings.steps:
+            timer.start()
+            step, packs = training.step + 1, training.loader.next_step()
+            result = take_step(
+                training.model, packs, training.optimizer, settings, step=step, tile=recipe.memory.tile
+            )
+            training.step = step
+            record = timer.record(step, result)
+            metrics.write(record)
+            progress.show(record)
+            if result.loss is None:
+                _log.warning(
+                    "step %d: no target in %d sequences; the weights stay as they are", step, len(packs)
+                )
+
+            signal = stop.number
+            if step in (1, settings.steps) or step % settings.save_every == 0 or signal is not None:
+                metrics.sync()
+                save(run, training, settings.keep)
+            if signal is not None:
+                saved = f"step {step} of {settings.steps} is saved"
+                raise Stopped(signal, f"{saved}; go on with {resume_command(run)}")
+
+
+def _describe(recipe: Recipe, training: Training) -> None:
+    sizes = {name: parameter.numel() for name, parameter in training.model.named_parameters()}
+    trained = sum(sizes[name] for name in training.optimizer.parameters)
+    _log.info(
+        "%s parameters, %s of them trained; %d steps of %d sequences of %s tokens; %s, %d threads",
+        f"{sum(sizes.values()):,}",
+        f"{trained:,}",
+        recipe.train.steps,
+        recipe.train.sequences_per_step,
+        f"{recipe.data.length:,}",
+        recipe.run.dtype,
+        torch.get_num_threads(),
+    )
+    _log.info("a checkpoint takes %.1f MB", checkpoint_bytes(training.tensors()) / 1e6)
