@@ -131,6 +131,8 @@ class Data:
     ) -> DocumentPacks:
         """The documents of one part of the split, each a pack of its own, in a fixed order.
 
+        Of evaluation data, every part is all of it.
+
         They do not depend on the run's seed, so runs with several seeds are scored on the same documents. Letters
         are read on the strand they stand on.
 
@@ -142,7 +144,7 @@ class Data:
         Raises:
             UserError: the part is empty, or there are no families for a control.
         """
-        which = PART_NAMES.index(part)
+        which = HELD_OUT if self._all_held_out else PART_NAMES.index(part)
         if which != TRAIN and self.section.split is None and not self._all_held_out:
             raise UserError(f"data: no {part} part; add [data.split], or name evaluate.sources")
         if order is not None and self.section.families is None:

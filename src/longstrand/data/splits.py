@@ -22,7 +22,7 @@ def split_units(
     """int64 per entry: TRAIN, VALIDATION or HELD_OUT, the same for all entries of a unit.
 
     Units are drawn in random order; the held-out part, then validation, takes each unit that still fits its share of
-    all letters, and the smallest unit where none fits.
+    all letters, and the smallest unit where none fits. The largest unit trains.
 
     Args:
         units: the unit (record, family) of each entry.
@@ -44,15 +44,18 @@ def split_units(
         )
     part_of = np.full(len(names), TRAIN)
     order = np.random.default_rng(seed).permutation(len(names))
-    for part, share in wanted:
+    free = [int(unit) for unit in order if unit != unit_sizes.argmax()]  # the largest always trains
+    for later, (part, share) in enumerate(wanted, start=1):
         room = share * unit_sizes.sum()
-        free = [unit for unit in order if part_of[unit] == TRAIN]
+        spare = len(free) - (len(wanted) - later)  # at least one unit is left for each part to come
+        chosen: list[int] = []
         for unit in free:
-            if unit_sizes[unit] <= room:
-                part_of[unit] = part
+            if unit_sizes[unit] <= room and len(chosen) < spare:
+                chosen.append(unit)
                 room -= unit_sizes[unit]
-        if not (part_of == part).any():
-            part_of[min(free, key=lambda unit: unit_sizes[unit])] = part
+        chosen = chosen or [min(free, key=lambda unit: unit_sizes[unit])]
+        part_of[chosen] = part
+        free = [unit for unit in free if part_of[unit] == TRAIN]
     return part_of[entry_unit]
 
 
