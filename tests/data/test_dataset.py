@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
 
 from longstrand.config import DataSection, Source
 from longstrand.data import Data, DocumentPacks, Pack, open_data, open_evaluation
@@ -45,10 +46,16 @@ def texts(packs: DocumentPacks) -> list[str]:
     records=st.lists(st.text("ACGTNacgtn", min_size=1, max_size=40), min_size=1, max_size=6),
     length=st.integers(2, 15),
     n_max=st.sampled_from([0.0, 0.5, 1.0]),
+    case=st.sampled_from(["ignore", 0.5, 0.0]),
 )
 def test_windows_weights_and_counts_equal_those_of_plain_strings(
-    tmp_path_factory: pytest.TempPathFactory, records: list[str], length: int, n_max: float
+    tmp_path_factory: pytest.TempPathFactory, records: list[str], length: int, n_max: float, case: str | float
 ) -> None:
+    lower = 1.0 if case == "ignore" else float(case)
+
+    def weight(letter: str) -> float:
+        return 0.0 if letter in "Nn" else lower if letter.islower() else 1.0
+
     tmp_path = tmp_path_factory.mktemp("windows")
     path = write(tmp_path / "x.fa", {f"r{i}": text for i, text in enumerate(records)})
     windows = [text[i : i + length] for text in records for i in range(0, len(text), length)]
@@ -58,7 +65,7 @@ def test_windows_weights_and_counts_equal_those_of_plain_strings(
         cause = (
             "one_token" if len(window) < 2
             else "mostly_n" if num_n > n_max * len(window)
-            else "no_target" if set(window[1:].upper()) <= {"N"}
+            else "no_target" if not any(map(weight, window[1:]))
             else None
         )  # fmt: skip
         if cause is None:
@@ -66,22 +73,23 @@ def test_windows_weights_and_counts_equal_those_of_plain_strings(
         else:
             skipped[cause][0] += 1
             skipped[cause][1] += len(window)
-    data = opened(tmp_path, path, length=length, n_max=n_max, case=0.5)
+    data = opened(tmp_path, path, length=length, n_max=n_max, case=case)
     if kept:
         packs = data.documents("train")
         assert texts(packs) == [window.upper() for window in kept]
         for pack, window in zip(packs, kept, strict=True):
-            targets = [0.0 if letter in "Nn" else 0.5 if letter.islower() else 1.0 for letter in window[1:]]
-            assert pack.weight.tolist() == [*targets, 0.0]
+            assert pack.weight.tolist() == [*map(weight, window[1:]), 0.0]
     else:
         with pytest.raises(UserError, match="the train part has no document"):
             data.documents("train")
     part = data.ledger.as_dict()["sources"][0]["split"]["train"]
     expected = {cause: {"documents": a, "tokens": b} for cause, (a, b) in skipped.items() if a}
     assert part["skipped"] == expected and part["documents"] == len(kept)
-    masked = sum(letter in "Nn" for window in kept for letter in window[1:])
-    assert part["masked_per_epoch"] == {"n": masked, "lower_case": 0, "not_supervised": 0}
-    assert part["trained_per_epoch"] == sum(len(window) - 1 for window in kept) - masked
+    targets = [letter for window in kept for letter in window[1:]]
+    num_n, trained = sum(letter in "Nn" for letter in targets), sum(weight(letter) > 0 for letter in targets)
+    num_lower = len(targets) - num_n - trained
+    assert part["masked_per_epoch"] == {"n": num_n, "lower_case": num_lower, "not_supervised": 0}
+    assert part["trained_per_epoch"] == trained
     assert data.ledger.missing() == 0
 
 
@@ -256,6 +264,42 @@ def test_some_documents_are_an_even_choice_and_slices_are_lists_again(tmp_path: 
     assert data.documents("train", length=400).lengths.tolist() == [400, 400, 200]
     with pytest.raises(IndexError):
         packs[10]
+
+
+def test_a_text_tokenizer_reads_windows_of_tokens_with_the_letters_weights(
+    tmp_path: Path, folder: Path
+) -> None:
+    plain = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    text = drawn(np.random.default_rng(8), 600, "ACGTNacgt")
+    path = write(tmp_path / "x.fa", {"a": text})
+    data = opened(tmp_path, path, length=50, tokenizer=str(folder), cut=9, case=0.5, n_max=1.0)
+    ids, weights = [], []
+    for at in range(0, 600, 9):
+        found = plain.encode(text[at : at + 9].upper(), add_special_tokens=False)
+        ids += found.ids
+        for start, end in found.offsets:
+            letters = text[at + start : at + end]
+            weights.append(0.0 if "N" in letters else 0.5 if not letters.isupper() else 1.0)
+    packs = data.documents("train")
+    assert [pack.tokens.tolist() for pack in packs] == [ids[i : i + 50] for i in range(0, len(ids), 50)]
+    expected = [[*weights[i + 1 : i + 50], 0.0] for i in range(0, len(ids), 50)]
+    assert [pack.weight.tolist() for pack in packs] == expected
+    source = data.ledger.as_dict()["sources"][0]
+    assert source["letters"] == source["split"]["train"]["letters"] == 600
+    assert source["split"]["train"]["tokens"] == len(ids) and data.ledger.missing() == 0
+    assert data.max_token == max(ids)
+    with pytest.raises(UserError, match="reverse_complement = true"):
+        opened(tmp_path, path, length=50, tokenizer=str(folder), cut=9, reverse_complement=True)
+
+
+def test_relatives_on_the_other_strand_are_turned_before_a_text_tokenizer(
+    tmp_path: Path, folder: Path
+) -> None:
+    text = drawn(np.random.default_rng(9), 90)
+    path = write(tmp_path / "x.fa", {"a": text, "b": text.translate(PAIRS)[::-1]})
+    pack = opened(tmp_path, path, length=500, tokenizer=str(folder), cut=9, families={}).documents("train")[0]
+    assert pack.num_documents == 1 and len(pack) % 2 == 0
+    assert torch.equal(pack.tokens[: len(pack) // 2], pack.tokens[len(pack) // 2 :])
 
 
 def test_token_rows_pass_through_and_tell_their_largest_token(tmp_path: Path) -> None:

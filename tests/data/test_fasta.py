@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from longstrand.data import compressed
 from longstrand.data.fasta import Header, read_fasta
+from longstrand.data.ingest import kind_of_file
 from longstrand.errors import UserError
 
 BGZIP_END = bytes.fromhex("1f8b08040000000000ff0600424302001b0003000000000000000000")
@@ -182,3 +183,17 @@ def test_an_absent_file_and_a_folder_are_named(tmp_path: Path) -> None:
     for path, said in ((tmp_path / "no.fa", "No such file"), (tmp_path, "not a regular file")):
         with pytest.raises(UserError, match=said):
             read(path)
+
+
+@pytest.mark.parametrize(
+    ("data", "kind"),
+    [
+        (b"\xef\xbb\xbf\r\n >caf\xe9\nA", "fasta"),
+        (gzip.compress(b'\n{"text": "x \\"input_ids\\""}'), "jsonl"),
+        (b'{"messages": []}', "jsonl"),
+        (b'{"loss_mask": [1], "input_ids": [5]}', "tokens"),
+    ],
+)
+def test_the_first_byte_says_what_a_file_holds(tmp_path: Path, data: bytes, kind: str) -> None:
+    (tmp_path / "x").write_bytes(data)
+    assert kind_of_file(tmp_path / "x") == kind

@@ -6,6 +6,7 @@ import gzip
 from pathlib import Path
 
 import numpy as np
+import pyfaidx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -81,6 +82,18 @@ def test_overlapping_regions_become_one_and_no_letter_is_chosen_twice(
     found = [at for start, end in zip(parts.start, parts.end, strict=True) for at in range(start, end)]
     assert sorted(found) == sorted(wanted) == found
     assert twice == sum(end - start for _, start, end in spans) - len(wanted)
+
+
+def test_regions_of_a_large_record_equal_those_of_pyfaidx(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    text = "".join(rng.choice(list("ACGTNacgt"), 5003))
+    path = tmp_path / "x.fa"
+    path.write_text(">chr1\nACGT\n>chr2\n" + "\n".join(text[i : i + 61] for i in range(0, 5003, 61)) + "\n")
+    oracle = pyfaidx.Fasta(str(path))
+    store = open_fasta(path, tmp_path / "cache")
+    for start, end in ((1, 5003), (1, 1), (5003, 5003), (61, 62), (1000, 4321)):
+        region = read_regions([f"chr2:{start}-{end}"], [store])
+        assert letters(region, [store]) == [oracle.get_seq("chr2", start, end).seq]
 
 
 BAD_REGIONS = {

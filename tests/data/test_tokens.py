@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, models
 
 from longstrand.data.documents import Parts
 from longstrand.data.ingest import open_fasta, open_jsonl, open_tokens
@@ -18,31 +18,6 @@ from longstrand.data.letters import ALPHABET, LetterPolicy
 from longstrand.data.store import HAS_LOWER, HAS_N, NOT_SUPERVISED
 from longstrand.data.tokens import TextTokenizer, letter_ids
 from longstrand.errors import UserError
-
-TEMPLATE = (
-    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A byte-level BPE trained on DNA, with an end token that is also its padding, and a chat template."""
-    drawn = random.Random(0)
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    trainer = trainers.BpeTrainer(
-        vocab_size=330,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        special_tokens=["<eos>", "<|user|>", "<|assistant|>", "<|system|>"],
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(["".join(drawn.choices("ACGTN", k=500)) for _ in range(20)], trainer)
-    path = tmp_path_factory.mktemp("tokenizer")
-    tokenizer.save(str(path / "tokenizer.json"))
-    config = {"eos_token": {"content": "<eos>"}, "pad_token": "<eos>", "chat_template": TEMPLATE}
-    (path / "tokenizer_config.json").write_text(json.dumps(config))
-    return path
 
 
 @pytest.fixture(scope="module")
@@ -201,7 +176,8 @@ def test_a_template_that_rewrites_earlier_turns_is_refused(folder: Path, tmp_pat
     other = tmp_path / "tokenizer"
     other.mkdir()
     (other / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
-    (other / "chat_template.jinja").write_text("{{ messages | length }} turns" + TEMPLATE)
+    template = json.loads((folder / "tokenizer_config.json").read_text())["chat_template"]
+    (other / "chat_template.jinja").write_text("{{ messages | length }} turns" + template)
     row = {"messages": [{"role": "user", "content": "A"}, {"role": "assistant", "content": "C"}]}
     with pytest.raises(UserError, match=r"x\.jsonl:1: the chat template writes turn 1 differently"):
         rows_of(tmp_path, TextTokenizer(str(other), None), row)

@@ -65,7 +65,9 @@ def open_evaluation(
     Raises:
         UserError: as `open_data`; or the files overlap with what is trained on.
     """
-    settings = {} if like is None else like.model_dump(exclude={"sources", "length", "split"})
+    settings = (
+        {} if like is None else like.model_dump(exclude={"sources", "length", "split", "reverse_complement"})
+    )
     dumped = [source.model_dump() for source in sources]
     section = DataSection.model_validate({**settings, "sources": dumped, "length": length})
     data = _open(section, 0, cache_dir, model_folder, held_out=True)
@@ -250,6 +252,11 @@ class Data:
 def _open(
     section: DataSection, seed: int, cache_dir: Path | None, model_folder: Path | None, held_out: bool
 ) -> Data:
+    if section.reverse_complement and section.tokenizer != "bases":
+        raise UserError(
+            'data.reverse_complement = true: needs tokenizer = "bases", since the other strand of a token is no token; '
+            "set it to false"
+        )
     cache = cache_dir if cache_dir is not None else Path(section.cache)
     tokenizer = None if section.tokenizer == "bases" else TextTokenizer(section.tokenizer, section.cut)
     policy = LetterPolicy(section.case, section.n, section.iupac)
@@ -259,11 +266,5 @@ def _open(
         letters = replace(letters, part_of=np.full(len(letters.parts), HELD_OUT))
     reading.check_letters(letters.stores, letters.parts)
     check_apart(letters.stores, letters.parts, letters.part_of)
-    if tokenizer is None:
-        return Data(section, reading, letters, letters, seed)
-    if section.reverse_complement:
-        raise UserError(
-            'data.reverse_complement = true: needs tokenizer = "bases", since the other strand of a token is no token; '
-            "set it to false"
-        )
-    return Data(section, reading, letters, tokenized(letters, tokenizer, policy, cache), seed)
+    values = letters if tokenizer is None else tokenized(letters, tokenizer, policy, cache)
+    return Data(section, reading, letters, values, seed)

@@ -12,7 +12,7 @@ from longstrand.errors import UserError
 
 _BLANKS = b" \t\v\f\n"
 _HEADER_BYTES = 1 << 20
-_BOM = b"\xef\xbb\xbf"
+BOM = b"\xef\xbb\xbf"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,14 +45,14 @@ def _unix_lines(blocks: Iterator[bytes]) -> Iterator[bytes]:
     for block in blocks:
         block = held + block
         if first:
-            if len(block) < len(_BOM):
+            if len(block) < len(BOM):
                 held = block
                 continue
-            block, first = block.removeprefix(_BOM), False
+            block, first = block.removeprefix(BOM), False
         held = b"\r" if block.endswith(b"\r") else b""
         block = block.removesuffix(b"\r")
         yield block.replace(b"\r\n", b"\n").replace(b"\r", b"\n") if b"\r" in block else block
-    yield held.removeprefix(_BOM).replace(b"\r", b"\n")
+    yield held.removeprefix(BOM).replace(b"\r", b"\n")
 
 
 class _Parser:

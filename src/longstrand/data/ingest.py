@@ -9,8 +9,9 @@ from typing import Any, Literal
 import numpy as np
 
 from longstrand.data.chat import ChatTemplate
+from longstrand.data.compressed import read_blocks
 from longstrand.data.documents import Parts
-from longstrand.data.fasta import Header, read_fasta
+from longstrand.data.fasta import BOM, Header, read_fasta
 from longstrand.data.jsonl import Chat, Row, Text, Tokens, kind_of_row, read_jsonl
 from longstrand.data.letters import ACCEPTED, LetterPolicy, reverse_complement, show_letter
 from longstrand.data.store import HAS_LOWER, HAS_N, NOT_SUPERVISED, Store, Writer, content_digest, open_store
@@ -24,22 +25,24 @@ _BLOCK_LETTERS = 1 << 20
 
 
 def kind_of_file(path: Path) -> Kind:
-    """What the file holds, by its first line that is not blank (the suffix says nothing).
+    """What the file holds, by its first byte that is no blank (the suffix says nothing).
 
     Raises:
         UserError: it is empty, or neither FASTA nor JSONL.
     """
-    for number, line in read_lines(path):
-        if text := line.strip():
-            if text.startswith(">"):
-                return "fasta"
-            if text.startswith("{"):
-                return kind_of_row(text)
-            raise UserError(
-                f"{path}:{number}: starts with {text[:20]!r}: neither FASTA ('>name') nor JSONL ('{{'); "
-                "convert it, or set the source's format"
-            )
-    raise UserError(f"{path}: the file is empty; give a FASTA or JSONL file")
+    seen = b""
+    for block in read_blocks(path):
+        seen = (seen + block)[:64].removeprefix(BOM).lstrip()
+        if seen:
+            break
+    if seen.startswith(b">"):
+        return "fasta"
+    if seen.startswith(b"{"):
+        return kind_of_row(next(line for _, line in read_lines(path) if line.strip()))
+    if not seen:
+        raise UserError(f"{path}: the file is empty; give a FASTA or JSONL file")
+    start = seen[:20].decode("ascii", "backslashreplace")
+    raise UserError(f"{path}: starts with {start!r}: neither FASTA ('>name') nor JSONL ('{{'); convert it")
 
 
 def open_fasta(path: Path, cache: Path) -> Store:
