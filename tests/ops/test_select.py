@@ -1,0 +1,91 @@
+"""Selection of pools against plain Python sorting: causal, complete, ties to the lowest id."""
+
+import pytest
+import torch
+
+from longstrand.ops.select import (
+    blockwise,
+    pool_scores,
+    pool_scores_reference,
+    select_pools,
+    select_pools_reference,
+)
+from longstrand.ops.select.cases import CASES, SelectCase, draw
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_the_selection_is_that_of_plain_sorting(case):
+    inputs = draw(case)
+    chosen = select_pools(**inputs, num_selected=case.num_selected)
+    assert torch.equal(chosen, select_pools_reference(**inputs, num_selected=case.num_selected))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_no_future_pool_no_duplicate_and_the_expected_number(case):
+    """A11: missing slots must not be filled with hidden pools."""
+    inputs = draw(case)
+    first, visible = inputs["first_pool"].tolist(), inputs["num_visible"].tolist()
+    for t, row in enumerate(select_pools(**inputs, num_selected=case.num_selected).tolist()):
+        used = [pool for pool in row if pool != -1]
+        assert row[len(used) :] == [-1] * (case.num_selected - len(used))
+        assert len(set(used)) == len(used) == min(visible[t], case.num_selected)
+        assert all(first[t] <= pool < first[t] + visible[t] for pool in used)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 16])
+@pytest.mark.parametrize("pools", [1, 3, 5, 64])
+@pytest.mark.parametrize("name", ["documents", "tied documents", "equal scores", "falling scores"])
+def test_the_size_of_a_block_changes_nothing_not_even_among_ties(name, rows, pools, monkeypatch):
+    case = next(case for case in CASES if case.name == name)
+    inputs = draw(case)
+    monkeypatch.setattr(blockwise, "ROW_BLOCK", rows)
+    monkeypatch.setattr(blockwise, "POOL_BLOCK", pools)
+    chosen = select_pools(**inputs, num_selected=case.num_selected)
+    assert torch.equal(chosen, select_pools_reference(**inputs, num_selected=case.num_selected))
+
+
+@pytest.mark.parametrize("length", [7, 67, 300])
+def test_rows_given_in_pieces_select_what_they_select_together(length):
+    """A wrong row offset shows where scoring is cut."""
+    case = SelectCase("", (length, 41))
+    inputs = draw(case)
+    together = select_pools(**inputs, num_selected=case.num_selected)
+    for cut in (1, 5, length - 1):
+        for rows in (slice(0, cut), slice(cut, None)):
+            piece = {name: value if name == "keys" else value[rows] for name, value in inputs.items()}
+            assert torch.equal(select_pools(**piece, num_selected=case.num_selected), together[rows])
+
+
+def test_unused_slots_are_minus_one_in_memory_that_was_never_written(fresh_memory_is_nan):
+    """R17: fresh buffers come filled with the largest id."""
+    for case in CASES:
+        inputs = draw(case)
+        chosen = select_pools(**inputs, num_selected=case.num_selected)
+        assert torch.equal(chosen, select_pools_reference(**inputs, num_selected=case.num_selected))
+
+
+def test_a_score_of_minus_infinity_or_less_than_any_other_is_still_a_visible_pool():
+    """A pool is chosen for being visible, whatever its score: hidden is not the same as low."""
+    case = SelectCase("", (16,), "negative")
+    inputs = draw(case)
+    inputs["keys"] = inputs["keys"] * 1e300
+    chosen = select_pools(**inputs, num_selected=4)
+    assert chosen[-1].tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_scores_are_the_definition(case):
+    inputs = draw(case)
+    inputs = {name: inputs[name] for name in ("q", "weights", "keys")}
+    assert torch.allclose(pool_scores(**inputs), pool_scores_reference(**inputs), rtol=1e-13, atol=1e-13)
+
+
+def test_a_long_row_of_ties_takes_the_lowest_ids():
+    num_pools, num_selected = 9000, 512  # more than two blocks
+    keys = torch.zeros(num_pools, 2)
+    keys[::3, 0] = 1.0
+    q = torch.tensor([[[1.0, 0.0]]])
+    chosen = select_pools(
+        q, torch.ones(1, 1), keys, torch.tensor([5]), torch.tensor([num_pools - 10]), num_selected
+    )
+    assert torch.equal(chosen[0], torch.arange(6, 6 + 3 * num_selected, 3, dtype=torch.int32))
