@@ -141,8 +141,9 @@ def test_everything_else_that_the_run_recorded_is_there(page: Page):
         "26,212,800",
         "sparse_attention",
         "gathered",
-        "fewer than 2 relatives",
+        "skipped: too few relatives",
         "171,002",
+        "R (9), Y (5)",
     ):
         assert text in page.text
     assert "1,217 masked targets" in page.text
@@ -329,7 +330,19 @@ def test_text_from_files_is_escaped(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    "value", [None, True, 3, "text", [], {}, [1, "a", None], [{"a": 1}, {"b": [2]}], [[{}]]]
+    "value",
+    [
+        None,
+        True,
+        3,
+        "text",
+        [],
+        {},
+        [1, "a", None],
+        [{"a": 1}, {"b": [2]}],
+        [[{}]],
+        {"sources": [{"split": {"a": 1}}]},
+    ],
 )
 @pytest.mark.usefixtures("words_only")
 def test_any_json_value_is_shown_in_some_form(tmp_path: Path, value):

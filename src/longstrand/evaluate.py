@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 import torch
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
 from torch import Tensor
 
 from longstrand.buckets import Bucket, BucketSums, Comparison, check_edges, compare, default_edges, mean_nats
-from longstrand.data import Pack
+from longstrand.config import Source
+from longstrand.data import Data, Pack, open_evaluation
 from longstrand.data.pack import NO_TARGET
 from longstrand.errors import CheckFailed, UserError
 from longstrand.series import Series, append_series, series_from
+from longstrand.trained import Trained, load_trained
+from longstrand.wording import Unit, count, tokens_range, unit_for
 
 __all__ = [
     "Comparison",
@@ -24,6 +32,7 @@ __all__ = [
     "compare",
     "default_edges",
     "evaluate_series",
+    "run_evaluation",
     "sum_by_position",
 ]
 
@@ -70,6 +79,41 @@ def evaluate_series(
         CheckFailed: a log-probability that is not finite.
     """
     return series_from(sum_by_position(model, packs, edges, tile), name, step)
+
+
+def run_evaluation(
+    target: Path, data: Sequence[str], length: int, *, buckets: str | int = "doubling", as_json: bool = False
+) -> Series:
+    """`longstrand evaluate`: scores a model on files and prints a table, or JSON in nats.
+
+    The files are read as the run's recipe says (tokenizer, letters, families), a Hugging Face folder's with the
+    defaults. What the readers skip is counted below the table and under "skipped".
+
+    Args:
+        target: a run, one of its checkpoints, or a Hugging Face folder.
+        data: FASTA, JSONL or token files, or globs.
+        length: tokens of a sequence.
+        buckets: "doubling", or the width of equal buckets.
+
+    Raises:
+        UserError: the target or the data cannot be used, or they do not fit each other.
+        CheckFailed: a log-probability that is not finite.
+    """
+    trained = load_trained(target)
+    held_out = _open_files(trained, data, length)
+    documents = held_out.documents("held_out", length=length)
+    progress = track(documents, "scoring", console=Console(stderr=True), transient=True, disable=as_json)
+    tile = trained.recipe.memory.tile if trained.recipe is not None else 1024
+    edges = default_edges(length, buckets)
+    series = evaluate_series(trained.model, progress, edges, tile, trained.name, trained.step)
+    ledger = held_out.ledger.as_dict()
+    if as_json:
+        shown = {"version": 1, "unit": "nats", "length": length, **series, "skipped": _skipped(ledger)}
+        Console(soft_wrap=True).out(json.dumps(shown, allow_nan=False), highlight=False)
+    else:
+        formats = [source["format"] for source in ledger["sources"]]
+        _print_table(series, unit_for(held_out.section.tokenizer, formats), _skipped(ledger))
+    return series
 
 
 def sum_by_position(
@@ -140,3 +184,58 @@ def _fingerprints(pack: Pack) -> list[str]:
         digest.update(pack.weight[start:end].contiguous().numpy().tobytes())
         found.append(digest.hexdigest())
     return found
+
+
+def _open_files(trained: Trained, data: Sequence[str], length: int) -> Data:
+    like = trained.recipe.data if trained.recipe is not None else None
+    sources = [Source(path=path) for path in data]
+    opened = open_evaluation(sources, length, like=like, model_folder=trained.folder)
+    vocabulary = trained.model.architecture.vocab_size
+    if opened.max_token >= vocabulary:
+        raise UserError(
+            f"{trained.name}: the data has token {opened.max_token}, and the model's vocabulary has {vocabulary}; "
+            "evaluate it on data of its own tokenizer"
+        )
+    return opened
+
+
+def _skipped(ledger: dict[str, Any]) -> list[dict[str, Any]]:
+    """What the readers left out, per source and cause."""
+    return [
+        {"path": source["path"], "cause": cause.replace("_", " "), **counted}
+        for source in ledger["sources"]
+        for part in source["split"].values()
+        for cause, counted in part["skipped"].items()
+    ]
+
+
+def _print_table(series: Series, unit: Unit, skipped: list[dict[str, Any]]) -> None:
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=100)
+    table = Table(
+        title=f"{series['name']}: loss by position, {unit.name}", title_justify="left", min_width=78
+    )
+    table.add_column("context tokens")
+    for name in ("tokens scored", "sequences", unit.name, "95 % interval"):
+        table.add_column(name, justify="right")
+    for bucket in series["buckets"]:
+        table.add_row(tokens_range(bucket["start"], bucket["end"]), *_cells(bucket, unit))
+    table.add_section()
+    table.add_row("all", *_cells(series, unit), style="bold")
+    console.print(table)
+    if series["masked"]:
+        console.print(f"not scored: {count(series['masked'])} masked targets")
+    for line in skipped:
+        console.print(
+            f"skipped, {line['cause']}: {count(line['documents'])} documents, {count(line['tokens'])} tokens "
+            f"of {line['path']}",
+            markup=False,
+        )
+
+
+def _cells(row: Bucket | Series, unit: Unit) -> list[str]:
+    interval = f"{unit.show(row['low'])} to {unit.show(row['high'])}"
+    if row["sequences"] < 2:
+        interval = "nothing scored" if row["sequences"] == 0 else "one sequence"
+    return [count(row["tokens"]), count(row["sequences"]), unit.show(row["nats"]), interval]

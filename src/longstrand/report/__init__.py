@@ -7,10 +7,11 @@ from pathlib import Path
 from longstrand.atomic import write_atomic
 from longstrand.errors import UserError
 from longstrand.report.findings import find
+from longstrand.report.ledger import formats
 from longstrand.report.page import page_html
 from longstrand.report.plots import plot_loss, plot_positions, plot_run
 from longstrand.report.run_folder import read_run_folder
-from longstrand.report.wording import unit_for
+from longstrand.wording import unit_for
 
 __all__ = ["write_report"]
 
@@ -28,7 +29,7 @@ def write_report(run: Path) -> Path:
     """
     run = Path(run)
     folder = read_run_folder(run)
-    unit = unit_for(folder.setting("data", "tokenizer"))
+    unit = unit_for(folder.setting("data", "tokenizer"), formats(folder.ledger))
     findings = find(folder, unit)
     plots = (plot_positions(folder, findings, unit), plot_loss(folder, unit), plot_run(folder))
     try:

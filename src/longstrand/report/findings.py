@@ -8,8 +8,8 @@ from typing import Literal
 from longstrand.buckets import Comparison, Estimate, Gain, compare
 from longstrand.errors import UserError
 from longstrand.report.run_folder import RunFolder
-from longstrand.report.wording import Unit, count, interval, number, percent, tokens_range
 from longstrand.series import Series, sums_from
+from longstrand.wording import Unit, count, interval, number, percent, tokens_range
 
 FEW_SEQUENCES = 10
 # The control has lost the late gain when less than this part of the late-minus-early gain is left.

@@ -12,10 +12,12 @@ from longstrand import __version__
 from longstrand.buckets import Comparison, Gain
 from longstrand.report.drawing import Plot, inline_svg
 from longstrand.report.findings import Findings
+from longstrand.report.ledger import ledger_html
 from longstrand.report.reading import how_to_read, limits
 from longstrand.report.run_folder import RunFolder
 from longstrand.report.tables import pairs, table, value_html
-from longstrand.report.wording import (
+from longstrand.series import Series
+from longstrand.wording import (
     Unit,
     count,
     duration,
@@ -25,7 +27,6 @@ from longstrand.report.wording import (
     size_bytes,
     tokens_range,
 )
-from longstrand.series import Series
 
 
 def page_html(run: RunFolder, findings: Findings, unit: Unit, plots: Sequence[Plot | None]) -> str:
@@ -239,7 +240,7 @@ def _kernels(run: RunFolder) -> str:
 def _ledger(run: RunFolder) -> str:
     if run.ledger is None:
         return ""
-    return "<p>Everything that was read, and what became of it.</p>" + value_html(run.ledger)
+    return "<p>Everything that was read, and what became of it.</p>" + ledger_html(run.ledger)
 
 
 def _recipe(run: RunFolder) -> str:

@@ -24,8 +24,8 @@ from longstrand.report.drawing import (
 )
 from longstrand.report.findings import Findings
 from longstrand.report.run_folder import RunFolder
-from longstrand.report.wording import Unit, short_tokens
 from longstrand.series import Series
+from longstrand.wording import Unit, short_tokens
 
 
 def plot_positions(run: RunFolder, findings: Findings, unit: Unit) -> Plot | None:

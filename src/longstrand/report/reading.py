@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from longstrand.report.findings import FEW_SEQUENCES, Findings
 from longstrand.report.run_folder import RunFolder
-from longstrand.report.wording import BITS_PER_BASE, Unit, count
+from longstrand.wording import BITS_PER_BASE, Unit, count
 
 
 def how_to_read(unit: Unit, has_control: bool) -> list[str]:
@@ -79,6 +79,10 @@ def limits(run: RunFolder, findings: Findings) -> list[str]:
             "rough."
         )
     if findings.gain is not None:
+        sentences.append(
+            "Sequences of one family, or windows of one genome, are not independent of each other: intervals "
+            "over sequences may be too narrow for that."
+        )
         sentences.append(
             "This is one training run with one seed; another may differ by more than the intervals say."
         )

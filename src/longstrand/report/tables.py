@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from longstrand.report.wording import number, size_bytes
+from longstrand.wording import number, size_bytes
 
 _DEEPEST = 4
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from longstrand.buckets import Estimate
@@ -28,9 +29,9 @@ BITS_PER_BASE = Unit("bits per base", 1 / math.log(2))
 NATS_PER_TOKEN = Unit("nats per token", 1.0)
 
 
-def unit_for(tokenizer: object) -> Unit:
-    """Bits per base where each token is one letter of DNA, nats per token otherwise."""
-    return BITS_PER_BASE if tokenizer == "bases" else NATS_PER_TOKEN
+def unit_for(tokenizer: object, formats: Collection[str] = ()) -> Unit:
+    """Bits per base where each token is one letter of FASTA, nats per token otherwise."""
+    return BITS_PER_BASE if tokenizer == "bases" and set(formats) <= {"fasta"} else NATS_PER_TOKEN
 
 
 def number(value: float, digits: int) -> str:

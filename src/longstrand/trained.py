@@ -1,0 +1,87 @@
+"""A trained model from wherever it stands: a run, one of its checkpoints, or a Hugging Face folder."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from longstrand.config import ModelSection, Recipe, load_recipe
+from longstrand.errors import UserError
+from longstrand.model import Model, load_model
+from longstrand.state import FOLDER, latest_checkpoint, load_checkpoint
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+_SHIPPED = Path(__file__).parent / "configs"
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A model with what is known of its training.
+
+    Args:
+        name: what to call it, such as "step 400 of runs/demo".
+        recipe: of the run it comes from; None for a Hugging Face folder.
+        step: optimizer steps taken; 0 for a Hugging Face folder.
+        folder: the Hugging Face folder that it is, or started from; None where its weights were drawn.
+    """
+
+    model: Model
+    name: str
+    recipe: Recipe | None
+    step: int
+    folder: Path | None
+
+
+def load_trained(target: Path) -> Trained:
+    """The newest whole checkpoint of a run, a checkpoint, or the model of a Hugging Face folder.
+
+    Raises:
+        UserError: the folder is none of these, the run has no whole checkpoint, or a file in it is broken.
+    """
+    target = Path(target)
+    if (target / "run.toml").exists():
+        newest = latest_checkpoint(target)
+        if newest is None:
+            raise UserError(
+                f"{target / FOLDER}: holds no whole checkpoint yet; train first, or name a model folder"
+            )
+        return _from_checkpoint(newest, target)
+    if (target / "manifest.json").exists() and (target.absolute().parent.parent / "run.toml").exists():
+        return _from_checkpoint(target, target.absolute().parent.parent)
+    if (target / "config.json").exists():
+        return Trained(load_model(target), str(target), None, 0, target)
+    raise UserError(
+        f"{target}: not a run (run.toml), a checkpoint of one (manifest.json) or a model folder (config.json)"
+        if target.is_dir()
+        else f"{target}: no such folder; name a run, one of its checkpoints, or a model folder"
+    )
+
+
+def model_source(model: ModelSection) -> Path:
+    """The folder or config file that a recipe's model stands for.
+
+    Raises:
+        UserError: no such file, and no shipped config of that name.
+    """
+    if model.path is not None:
+        return Path(model.path)
+    path, shipped = Path(str(model.config)), _SHIPPED / f"{model.config}.json"
+    if path.exists():
+        return path
+    if not shipped.exists():
+        names = ", ".join(sorted(file.stem for file in _SHIPPED.glob("*.json")))
+        raise UserError(
+            f"model.config = {model.config}: no such file, and no shipped config; shipped are {names}"
+        )
+    return shipped
+
+
+def _from_checkpoint(checkpoint: Path, run: Path) -> Trained:
+    recipe = load_recipe(run / "run.toml")
+    source = model_source(recipe.model)
+    model = load_model(source, _DTYPES[recipe.run.dtype], seed=recipe.run.seed, init=recipe.model.init)
+    weights = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
+    step = int(load_checkpoint(checkpoint, weights, prefix="model.")["step"])
+    return Trained(model, f"step {step:,} of {run}", recipe, step, source if source.is_dir() else None)
