@@ -156,7 +156,9 @@ def _draw_gains(axes: Axes, gain: Comparison, control: Comparison | None) -> Non
             [0], [0], 0, facecolor="none" if hatch else colour, edgecolor=colour, hatch=hatch, label=label
         )
     if len(sets) > 1:
-        axes.legend(loc="best", labelcolor=INK)
+        low, high = axes.get_ylim()
+        axes.set_ylim(low, high + 0.25 * (high - low))
+        axes.legend(loc="upper left", ncols=2, labelcolor=INK)
     axes.axhline(0, color=INK, linewidth=0.9)
     axes.set_title("Gain: loss lower than before, %")
     axes.yaxis.set_major_locator(MaxNLocator(5))
