@@ -132,50 +132,6 @@ class Oracle:
         return {ours: found[theirs][at] for ours, theirs, at in _names(self.architecture) if theirs in found}
 
 
-def draw_weights(
-    architecture: Architecture, seed: int, dtype: torch.dtype = torch.float64
-) -> dict[str, Tensor]:
-    """Weights with spread in every tensor, so that no term of the model is degenerate.
-
-    Gates, pool biases and hyper-connections are away from their initial zeros and ones, the router's bias
-    changes choices, and matrices keep the scale of what passes through them.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    return {
-        name: _draw(name, torch.randn(shape, generator=generator, dtype=torch.float64)).to(dtype)
-        for name, shape in parameter_shapes(architecture).items()
-    }
-
-
-def draw_documents(architecture: Architecture, lengths: Sequence[int], seed: int) -> list[Tensor]:
-    """Random tokens, one document per length."""
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(architecture.vocab_size, (length,), generator=generator) for length in lengths]
-
-
-def _draw(name: str, noise: Tensor) -> Tensor:
-    around = {  # last part of the name -> mean and spread
-        "A_log": (0.0, 0.7),
-        "dt_bias": (-1.0, 1.5),
-        "e_score_correction_bias": (0.0, 0.15),
-        "index_kpool_compress_ape": (0.0, 0.8),
-        "bias": (0.0, 0.3),
-        "hc_attn_base": (0.0, 0.7),
-        "hc_ffn_base": (0.0, 0.7),
-        "hc_attn_scale": (1.0, 0.4),
-        "hc_ffn_scale": (1.0, 0.4),
-    }
-    leaf = name.rpartition(".")[2]
-    if leaf in around:
-        mean, spread = around[leaf]
-        return mean + spread * noise
-    if noise.dim() == 1:
-        return 1 + 0.3 * noise
-    if name == "embed_tokens.weight":
-        return noise
-    return noise / noise.shape[-1] ** 0.5
-
-
 def _stable_topk(x: Tensor, k: int, dim: int = -1, **kwargs: bool) -> Any:
     values, indices = torch.sort(x, dim=dim, descending=True, stable=True)
     return torch.return_types.topk((values.narrow(dim, 0, k), indices.narrow(dim, 0, k)))
@@ -199,18 +155,19 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 def _indexers(given: Mapping[int, Tensor] | None) -> Iterator[dict[int, Tensor]]:
     """Notes what each indexer selects, and puts the given ids in its place."""
     seen: dict[int, Tensor] = {}
-    own = Glm5NextTextIndexer.forward
+    indexer: Any = Glm5NextTextIndexer
+    own = indexer.forward
 
-    def forward(self: Glm5NextTextIndexer, **kwargs: Any) -> Tensor:
+    def forward(self: Any, **kwargs: Any) -> Tensor:
         ids = own(self, **kwargs) if given is None else given[self.layer_idx][None].to(torch.int32)
         seen[self.layer_idx] = ids[0]
         return ids
 
-    Glm5NextTextIndexer.forward = forward
+    indexer.forward = forward
     try:
         yield seen
     finally:
-        Glm5NextTextIndexer.forward = own
+        indexer.forward = own
 
 
 def _their_name(ours: str) -> str:
