@@ -223,6 +223,23 @@ def test_a_gain_that_only_context_gives_is_told_from_one_at_every_position():
     assert [gain.relative.value for gain in everywhere.buckets] == pytest.approx([0.1, 0.1], rel=1e-5)
 
 
+def test_a_control_loses_the_late_gain_only_if_there_was_one_and_little_of_it_is_left():
+    generator = np.random.default_rng(4)
+    before = sums(generator.gamma(9, 100, (20, 2)), 1000)
+
+    def after(early: float, late: float) -> buckets.Comparison:
+        noise = generator.normal(1, 0.01, (20, 2))
+        return compare(before, sums(before.nats * noise * [1 - early, 1 - late], 1000))
+
+    gain = after(0.02, 0.5)
+    assert buckets.loses_late_gain(gain, after(0.02, 0.03)) is True
+    assert buckets.loses_late_gain(gain, after(0.5, 0.5)) is True, (
+        "a gain at every position is not a late one"
+    )
+    assert buckets.loses_late_gain(gain, after(0.02, 0.45)) is False
+    assert buckets.loses_late_gain(after(0.02, 0.02), gain) is None
+
+
 def test_pairing_makes_the_interval_of_a_gain_narrower_than_that_of_the_losses():
     difficulty = np.random.default_rng(3).gamma(4, 250, (30, 2))
     before, after = sums(difficulty, 1000), sums(difficulty * 0.9, 1000)

@@ -184,6 +184,20 @@ def compare(before: BucketSums, after: BucketSums) -> Comparison:
     return Comparison(overall, tuple(buckets), early, late, ratio, difference, apart)
 
 
+def loses_late_gain(gain: Comparison, control: Comparison) -> bool | None:
+    """Whether the control has lost what late positions gained beyond early ones.
+
+    It has when its late-minus-early interval lies below that of `gain` and its value is less than half. None where
+    there was no such gain to lose, or one of the two has no interval.
+    """
+    mine, theirs = gain.late_minus_early, control.late_minus_early
+    if mine is None or theirs is None or min(gain.overall.sequences, control.overall.sequences) < 2:
+        return None
+    if mine.low <= 0:
+        return None
+    return theirs.high < mine.low and theirs.value < mine.value / 2
+
+
 def early_and_late(edges: Sequence[int]) -> tuple[int, int | None]:
     """Two bucket numbers: early are the buckets below the first one, late those from the second one on.
 

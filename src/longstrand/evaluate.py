@@ -15,7 +15,16 @@ from rich.progress import track
 from rich.table import Table
 from torch import Tensor
 
-from longstrand.buckets import Bucket, BucketSums, Comparison, check_edges, compare, default_edges, mean_nats
+from longstrand.buckets import (
+    Bucket,
+    BucketSums,
+    Comparison,
+    check_edges,
+    compare,
+    default_edges,
+    loses_late_gain,
+    mean_nats,
+)
 from longstrand.config import Source
 from longstrand.data import Data, Pack, open_evaluation
 from longstrand.data.pack import NO_TARGET
@@ -32,6 +41,7 @@ __all__ = [
     "compare",
     "default_edges",
     "evaluate_series",
+    "loses_late_gain",
     "run_evaluation",
     "sum_by_position",
 ]

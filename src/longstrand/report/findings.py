@@ -5,15 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from longstrand.buckets import Comparison, Estimate, Gain, compare
+from longstrand.buckets import Comparison, Estimate, Gain, compare, loses_late_gain
 from longstrand.errors import UserError
 from longstrand.report.run_folder import RunFolder
 from longstrand.series import Series, sums_from
 from longstrand.wording import Unit, count, interval, number, percent, tokens_range
 
 FEW_SEQUENCES = 10
-# The control has lost the late gain when less than this part of the late-minus-early gain is left.
-CONTROL_KEEPS = 0.5
 
 Answer = Literal["yes", "no", "unclear"]
 
@@ -192,10 +190,10 @@ def _control_loses(gain: Comparison, control: Comparison | None) -> Check | None
     mine, theirs = gain.late_minus_early, control.late_minus_early
     if mine.low <= 0:
         return None
-    answer: Answer = "unclear"
-    if min(gain.overall.sequences, control.overall.sequences) > 1:
-        lost = theirs.high < mine.low and theirs.value < CONTROL_KEEPS * mine.value
-        answer = "yes" if lost else "unclear" if theirs.value < CONTROL_KEEPS * mine.value else "no"
+    lost = loses_late_gain(gain, control)
+    answer: Answer = (
+        "yes" if lost else "no" if lost is False and theirs.value >= mine.value / 2 else "unclear"
+    )
     return Check(
         "Does the control lose the late gain?",
         answer,
