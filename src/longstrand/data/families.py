@@ -56,6 +56,8 @@ def find_families(records: Sequence[np.ndarray], k: int = 31) -> Families:
     label = np.arange(2 * num_records)  # node r: the record as it stands; node r + R: its other strand
     for index in range(num_passes):
         label = _join(label, *_shared_kmers(records, k, index, num_passes))
+        if not label.any():  # one family already, on contradicting strands
+            break
     label = _join(label, *_equal_short_records(records, k))
     return _name_families(label, np.array([len(record) for record in records], np.int64))
 
