@@ -237,7 +237,7 @@ def test_a_control_loses_the_late_gain_only_if_there_was_one_and_little_of_it_is
         "a gain at every position is not a late one"
     )
     assert buckets.loses_late_gain(gain, after(0.02, 0.45)) is False
-    assert buckets.loses_late_gain(after(0.02, 0.02), gain) is None
+    assert buckets.loses_late_gain(after(0.05, 0.02), gain) is None
 
 
 def test_pairing_makes_the_interval_of_a_gain_narrower_than_that_of_the_losses():
