@@ -47,7 +47,8 @@ HARMLESS = (
     *("is_decoder", "is_encoder_decoder", "label2id", "name_or_path", "num_labels", "problem_type"),
     *("num_nextn_predict_layers", "output_attentions", "output_hidden_states", "output_router_logits"),
     *("pretraining_tp", "return_dict", "rope_interleave", "rope_parameters", "rope_scaling", "rope_theta"),
-    *("sep_token_id", "torch_dtype", "transformers_version", "use_cache"),
+    *("sep_token_id", "torch_dtype", "transformers_version", "use_cache", "mtp_layer_types"),
+    *("mtp_mlp_layer_types",),
 )
 # Keys of the part around the text config.
 OUTER = (

@@ -41,9 +41,11 @@ ROOT = "model.language_model."
 
 
 class Holder(nn.Module):
-    """Parameters and buffers under our names, and nothing else."""
+    """Parameters and buffers under our names, and nothing else; some in float32, unless all are to be rounded."""
 
-    def __init__(self, architecture: Architecture = ARCHITECTURE, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self, architecture: Architecture = ARCHITECTURE, dtype: torch.dtype = torch.float32, keep: bool = True
+    ) -> None:
         super().__init__()
         self.architecture = architecture
         for name, shape in parameter_shapes(architecture).items():
@@ -53,7 +55,7 @@ class Holder(nn.Module):
                 if part not in module._modules:
                     module.add_module(part, nn.Module())
                 module = module.get_submodule(part)
-            kept = torch.float32 if keeps_float32(name) and dtype != torch.float64 else dtype
+            kept = torch.float32 if keep and keeps_float32(name) and dtype != torch.float64 else dtype
             value = torch.full(shape, float("nan"), dtype=kept)
             if leaf == "e_score_correction_bias":
                 module.register_buffer(leaf, value)

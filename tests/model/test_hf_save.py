@@ -80,6 +80,18 @@ def test_what_is_kept_in_float32_survives_a_bfloat16_model(tmp_path: Path) -> No
     assert_same_tensors(read_folder(tmp_path / "written"), tensors)
 
 
+def test_what_loading_rounded_comes_back_unless_it_moved(tmp_path: Path) -> None:
+    tensors = mixed()
+    holder = Holder(dtype=torch.bfloat16, keep=False)
+    source = load_into(holder, write_folder(tmp_path / "source", tensors))
+    assert source.casts == {"F32 to bfloat16": sum(t.dtype == torch.float32 for t in tensors.values())}
+    with torch.no_grad():
+        holder.get_parameter("layers.0.hc_attn_fn")[1, 2] = 3.0
+    save_from(holder, tmp_path / "written", source)
+    tensors[f"{ROOT}layers.0.hc_attn_fn"][1, 2] = 3.0
+    assert_same_tensors(read_folder(tmp_path / "written"), tensors)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_wider_model_is_written_in_the_dtypes_of_its_source(tmp_path: Path, dtype: torch.dtype) -> None:
     tensors = mixed()
@@ -175,6 +187,7 @@ def test_another_dtype_is_written_when_asked(tmp_path: Path) -> None:
     assert found[f"{ROOT}norm.weight"].dtype == torch.bfloat16
     assert found[f"{ROOT}layers.0.self_attn.A_log"].dtype == torch.float32
     assert found[f"{ROOT}layers.1.mlp.gate.e_score_correction_bias"].dtype == torch.float32
+    assert json.loads((tmp_path / "drawn" / "config.json").read_text())["dtype"] == "bfloat16"
 
 
 TIED = Architecture.from_hf(TEXT | {"tie_word_embeddings": True})

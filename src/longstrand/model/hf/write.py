@@ -6,16 +6,15 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from longstrand.architecture import Architecture
 from longstrand.errors import RunFailed, UserError
-from longstrand.hf_config_keys import OUTER
+from longstrand.model.hf.config import written_config
 from longstrand.model.hf.files import (
     DTYPES,
     FP8,
@@ -52,7 +51,8 @@ def save_from(
 
     Names are the published ones, with the source's layout where it has another (fused experts, transformers'
     module names). Each tensor has the dtype that the source has for it (FP8: BF16, and the quantization entry
-    goes), or without a source float32, or float64 for a float64 model.
+    goes), or without a source float32, or float64 for a float64 model. A number that loading rounded and nothing
+    has moved since is written as the source has it.
 
     Args:
         model: has `architecture` and the parameters of `names.parameter_shapes`.
@@ -94,67 +94,78 @@ def _fill(
     shard_bytes: int,
 ) -> None:
     tensors = named_tensors(model, architecture)
-    entries = _ours(tensors, architecture, source, dtype)
     if source is None:
-        _write_weights(folder, entries, shard_bytes)
+        weights = _Weights(tensors, published_parts(architecture), None, None, dtype)
+        _write_weights(folder, weights.entries(), shard_bytes)
     else:
         with WeightFiles(source.folder) as files:
+            weights = _Weights(tensors, list(source.parts), source, files, dtype)
             aside = [_aside(files, name, source) for name in sorted(source.aside)]
-            entries += [entry for entry in aside if entry is not None]
+            entries = weights.entries() + [entry for entry in aside if entry is not None]
             _write_weights(folder, entries, shard_bytes)
         _copy_files(source.folder, folder)
-    config = _config(architecture, source, _drawn_dtype(tensors, dtype))
+    drawn = torch.float64 if tensors["embed_tokens.weight"].dtype == torch.float64 else torch.float32
+    config = written_config(architecture, None if source is None else source.config, dtype, drawn)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def _ours(
-    tensors: dict[str, Tensor],
-    architecture: Architecture,
-    source: SourceInfo | None,
-    dtype: torch.dtype | None,
-) -> list[Entry]:
-    """The tensors of the model under the names of the files, a fused one gathered from its parameters."""
-    gathered: dict[str, list[Part]] = {}
-    for part in published_parts(architecture) if source is None else source.parts:
-        gathered.setdefault(part.tensor, []).append(part)
-    entries = []
-    for name, parts in gathered.items():
-        stored = None if source is None else source.dtypes[full_name(name, source.prefix)]
-        kind = _written_dtype(tensors[parts[0].parameter], parts[0].parameter, stored, dtype)
-        first = tensors[parts[0].parameter][parts[0].index]
-        shape = (
-            tuple(first.shape) if parts[0].rows is None else (len(parts) * first.shape[0], *first.shape[1:])
-        )
-        entries.append(computed(full_name(name), kind, shape, _gather(tensors, parts, full_name(name), kind)))
-    return entries
+@dataclass(frozen=True)
+class _Weights:
+    """The tensors of a model on their way to the files."""
 
+    tensors: dict[str, Tensor]
+    parts: list[Part]
+    source: SourceInfo | None
+    files: WeightFiles | None  # of the source, open
+    asked: torch.dtype | None
 
-def _gather(tensors: dict[str, Tensor], parts: list[Part], name: str, kind: str) -> Callable[[], Tensor]:
-    def gather() -> Tensor:
+    def entries(self) -> list[Entry]:
+        """One entry per tensor of the files, a fused one gathered from its parameters."""
+        gathered: dict[str, list[Part]] = {}
+        for part in self.parts:
+            gathered.setdefault(part.tensor, []).append(part)
+        return [self._entry(name, parts) for name, parts in gathered.items()]
+
+    def _entry(self, name: str, parts: list[Part]) -> Entry:
         ordered = sorted(parts, key=lambda part: part.rows or (0, 0))
-        whole = parts[0].rows is None
-        pieces = [tensors[part.parameter].detach()[part.index] for part in ordered]
-        value = (pieces[0] if whole else torch.cat(pieces)).to(DTYPES[kind])
-        if not torch.isfinite(value).all():
-            raise RunFailed(f"{name}: holds numbers that {kind} cannot; nothing was saved")
-        return value
+        first = self.tensors[parts[0].parameter][parts[0].index]
+        fused = parts[0].rows is not None
+        shape = (len(parts) * first.shape[0], *first.shape[1:]) if fused else tuple(first.shape)
+        kind = self._dtype(name, parts[0].parameter)
 
-    return gather
+        def tensor() -> Tensor:
+            pieces = [self.tensors[part.parameter].detach()[part.index] for part in ordered]
+            value = self._unmoved(name, torch.cat(pieces) if fused else pieces[0]).to(DTYPES[kind])
+            if not torch.isfinite(value).all():
+                raise RunFailed(f"{full_name(name)}: holds numbers that {kind} cannot; nothing was saved")
+            return value
 
+        return computed(full_name(name), kind, shape, tensor)
 
-def _written_dtype(tensor: Tensor, parameter: str, stored: str | None, asked: torch.dtype | None) -> str:
-    names = {dtype: name for name, dtype in DTYPES.items()}
-    if asked is not None:
-        narrow = keeps_float32(parameter) and asked.itemsize < torch.float32.itemsize
-        return "F32" if narrow else names[asked]
-    if stored is not None:
-        return "BF16" if stored == FP8 else stored
-    return "F64" if tensor.dtype == torch.float64 else "F32"
+    def _dtype(self, name: str, parameter: str) -> str:
+        names = {dtype: name for name, dtype in DTYPES.items()}
+        if self.asked is not None:
+            narrow = keeps_float32(parameter) and self.asked.itemsize < torch.float32.itemsize
+            return "F32" if narrow else names[self.asked]
+        if self.source is not None:
+            stored = self._stored(name)
+            return "BF16" if stored == FP8 else stored
+        return "F64" if self.tensors[parameter].dtype == torch.float64 else "F32"
 
+    def _stored(self, name: str) -> str:
+        assert self.source is not None
+        return self.source.dtypes[full_name(name, self.source.prefix)]
 
-def _drawn_dtype(tensors: dict[str, Tensor], asked: torch.dtype | None) -> torch.dtype:
-    double = tensors["embed_tokens.weight"].dtype == torch.float64
-    return asked or (torch.float64 if double else torch.float32)
+    def _unmoved(self, name: str, value: Tensor) -> Tensor:
+        """Numbers that loading rounded and nothing has moved since, as the source has them."""
+        if self.files is None or self.source is None or self._stored(name) == FP8:
+            return value
+        stored = DTYPES[self._stored(name)]
+        if torch.promote_types(stored, value.dtype) == value.dtype:
+            return value
+        value = value.cpu()
+        original = self.files.read(full_name(name, self.source.prefix))
+        return torch.where(original.to(value.dtype) == value, original, value.to(stored))
 
 
 def _aside(files: WeightFiles, name: str, source: SourceInfo) -> Entry | None:
@@ -212,55 +223,6 @@ def _copy_files(source: Path, folder: Path) -> None:
         for file in source.glob(pattern):
             if file.is_file() and file.name not in ("config.json", INDEX):
                 shutil.copyfile(file, folder / file.name)
-
-
-def _config(architecture: Architecture, source: SourceInfo | None, drawn: torch.dtype) -> dict[str, Any]:
-    """The source's config without its quantization, or a new one; always around a text config."""
-    dtype = str(drawn).removeprefix("torch.")
-    if source is None:
-        config = _around({**architecture.to_hf(), "dtype": dtype}, architecture) | {"dtype": dtype}
-    elif source.config.get("text_config") is None:
-        text = {key: value for key, value in source.config.items() if key not in _NOT_TEXT}
-        config = _around(text | architecture.to_hf(), architecture)
-        config |= {key: source.config[key] for key in (*OUTER, "dtype") if source.config.get(key) is not None}
-        config["model_type"] = "glm5_next"
-    else:
-        config = {"vision_config": _smallest_vision(architecture)} | source.config
-        config["text_config"] = dict(config["text_config"])
-        config["text_config"].pop("quantization_config", None)
-    config.pop("quantization_config", None)
-    return config
-
-
-_NOT_TEXT = {*OUTER, "architectures"} - {
-    "bos_token_id",
-    "eos_token_id",
-    "pad_token_id",
-    "tie_word_embeddings",
-}
-
-
-def _around(text: dict[str, Any], architecture: Architecture) -> dict[str, Any]:
-    return {
-        "architectures": ["Glm5NextForConditionalGeneration"],
-        "model_type": "glm5_next",
-        "text_config": text,
-        "tie_word_embeddings": architecture.tie_word_embeddings,
-        "vision_config": _smallest_vision(architecture),
-    }
-
-
-def _smallest_vision(architecture: Architecture) -> dict[str, Any]:
-    """A tower that transformers can build when a text model is loaded; its weights are not in the folder."""
-    return {
-        "model_type": "glm5_next_vision",
-        "depth": 1,
-        "hidden_size": 16,
-        "intermediate_size": 16,
-        "num_heads": 1,
-        "out_hidden_size": architecture.hidden_size,
-        "projection_intermediate_size": 16,
-    }
 
 
 def _sync(folder: Path) -> None:
