@@ -62,7 +62,7 @@ def init(
     """Write a commented recipe for your data."""
     from longstrand.cli.starting import write_recipe
 
-    path = write_recipe(data, _length(length), model, out)
+    path = write_recipe(data, _tokens("--length", length), model, out)
     typer.echo(f"{path}: written; edit it, then: longstrand train {path}")
 
 
@@ -84,7 +84,7 @@ def train(
 
 @app.command()
 def evaluate(
-    checkpoint: Annotated[
+    target: Annotated[
         Path, typer.Argument(metavar="CHECKPOINT_OR_RUN", help="A run, a checkpoint, or a model folder.")
     ],
     data: Annotated[list[str], typer.Option(help="FASTA or JSONL to score, or a glob; files may follow it.")],
@@ -92,15 +92,15 @@ def evaluate(
     more_data: Annotated[
         list[str] | None, typer.Argument(metavar="[FILE]...", help="More files to score.")
     ] = None,
+    buckets: Annotated[str, typer.Option(help='"doubling", or the width of equal buckets.')] = "doubling",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Score a model on held-out data by position."""
-    tokens = _length(length)
+    tokens = _tokens("--length", length)
+    width = buckets if buckets == "doubling" else _tokens("--buckets", buckets)
     from longstrand.evaluate import run_evaluation
 
-    series = run_evaluation(checkpoint, data=[*data, *(more_data or [])], length=tokens)
-    if as_json:
-        typer.echo(json.dumps(series))
+    run_evaluation(target, [*data, *(more_data or [])], tokens, buckets=width, as_json=as_json)
 
 
 @app.command()
@@ -170,11 +170,11 @@ def show(
     typer.echo(dump_toml(load_recipe(recipe, overrides) if recipe else example_recipe()), nl=False)
 
 
-def _length(text: str) -> int:
+def _tokens(option: str, text: str) -> int:
     try:
-        length = parse_length(text)
+        tokens = parse_length(text)
     except ValueError as error:
-        raise UserError(f"--length {text}: {error}") from None
-    if length < 2:
-        raise UserError(f"--length {text}: must be at least 2 tokens")
-    return length
+        raise UserError(f"{option} {text}: {error}") from None
+    if tokens < 2:
+        raise UserError(f"{option} {text}: must be at least 2 tokens")
+    return tokens
