@@ -1,4 +1,4 @@
-"""metrics.jsonl: one line per step, flushed at once; other tools are fed from the same records."""
+"""metrics.jsonl: one line per step, written at once; other tools are fed from the same records."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, runtime_checkable
 
+from longstrand.atomic import write_atomic
 from longstrand.errors import RunFailed, UserError
 
 FILE = "metrics.jsonl"
@@ -30,7 +31,7 @@ class Metrics:
         self._path = run / FILE
         self._sinks = sinks
         try:
-            self._file = self._path.open("a", encoding="utf-8")
+            self._file = self._path.open("ab", buffering=0)
         except OSError as error:
             raise UserError(
                 f"{self._path}: cannot be written ({error.strerror}); make it a writable file"
@@ -43,8 +44,9 @@ class Metrics:
             RunFailed: the disk does not take it.
         """
         try:
-            self._file.write(json.dumps(record, allow_nan=False) + "\n")
-            self._file.flush()
+            line = memoryview((json.dumps(record, allow_nan=False) + "\n").encode())
+            while line:
+                line = line[self._file.write(line) :]
             for sink in self._sinks:
                 sink.write(record)
         except OSError as error:
@@ -78,8 +80,8 @@ def cut_after(run: Path, step: int) -> tuple[int, int]:
         UserError: a line that is not the last one is not a record.
     """
     path = run / FILE
-    lines = _read_lines(path)
-    kept = []
+    text = _read(path)
+    lines, kept = text.splitlines(), []
     for number, line in enumerate(lines, start=1):
         found = _step_of(line)
         if found is None and number < len(lines):
@@ -88,13 +90,9 @@ def cut_after(run: Path, step: int) -> tuple[int, int]:
             )
         if found is not None and found <= step:
             kept.append(line)
-    if len(kept) < len(lines):
-        temporary = path.with_name(f".{FILE}.tmp")
-        with temporary.open("w", encoding="utf-8") as file:
-            file.writelines(line + "\n" for line in kept)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
+    whole = "".join(line + "\n" for line in kept)
+    if whole != text:
+        write_atomic(path, whole)
     return len(lines) - len(kept), step - len(kept)
 
 
@@ -131,9 +129,13 @@ class _TensorBoard:
         self._writer.close()
 
 
-def _read_lines(path: Path) -> list[str]:
+def _read(path: Path) -> str:
+    if not path.exists():
+        return ""
+    if not path.is_file():
+        raise UserError(f"{path}: is not a file; restore it, or start a new run")
     try:
-        return path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise UserError(
             f"{path}: is not text (byte {error.start}); restore the file, or start a new run"
