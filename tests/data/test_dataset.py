@@ -213,6 +213,20 @@ def test_the_other_strand_turns_masks_with_their_letters(tmp_path: Path) -> None
     assert len(shown) == 2
 
 
+def test_a_sequence_of_relatives_turns_as_a_whole(tmp_path: Path) -> None:
+    path = write(tmp_path / "x.fa", family_records(np.random.default_rng(10), 6, 4))
+    section = {"length": 1000, "families": {}}
+    forward = opened(tmp_path, path, **section).train_loader(1)
+    both = opened(tmp_path, path, reverse_complement=True, **section).train_loader(1)
+    strands = set()
+    for _ in range(12):
+        (one,), (other,) = forward.next_step(), both.next_step()
+        as_it_stands = text_of(other) == text_of(one)
+        assert as_it_stands or text_of(other) == text_of(one).translate(PAIRS)[::-1]
+        strands.add(as_it_stands)
+    assert strands == {True, False}
+
+
 def test_training_counts_what_it_has_shown_and_so_does_a_resumed_run(tmp_path: Path) -> None:
     path = write(tmp_path / "x.fa", {"a": drawn(np.random.default_rng(5), 500, "ACGTN")})
     data = opened(tmp_path, path, length=64)

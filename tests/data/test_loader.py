@@ -45,12 +45,15 @@ def same(a: list[Pack], b: list[Pack]) -> bool:
 
 def test_each_document_is_shown_once_per_epoch_and_none_is_dropped(tmp_path: Path) -> None:
     loader = open_tiny(tmp_path, sequences_per_step=1)
+    orders = []
     for _ in range(3):
         epoch = []
         epochs_done = int(loader.epochs()[0])
         while int(loader.epochs()[0]) == epochs_done:
             epoch += [token for token, _ in firsts(loader.next_step())]
         assert sorted(epoch) == list(range(1000, 1020))
+        orders.append(tuple(epoch))
+    assert len(set(orders)) == 3
 
 
 def test_packs_are_filled_with_several_documents_and_never_beyond_the_length(tmp_path: Path) -> None:

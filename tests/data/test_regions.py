@@ -28,10 +28,10 @@ def stores(tmp_path: Path) -> list[Store]:
 
 
 def letters(regions: list[Region], stores: list[Store]) -> list[str]:
-    parts, _ = locate(regions, stores)
+    stretches, _ = locate(regions, stores)
     return [
         stores[store].values[start:end].tobytes().decode()
-        for store, start, end in zip(parts.store, parts.start, parts.end, strict=True)
+        for store, start, end in zip(stretches.store, stretches.start, stretches.end, strict=True)
     ]
 
 
@@ -76,10 +76,12 @@ def test_overlapping_regions_become_one_and_no_letter_is_chosen_twice(
 ) -> None:
     names, starts, nothing = ["chr1", "chr2"], np.array([0, 10, 18]), np.empty(0)
     store = Store(Path("x"), "d", np.zeros(18), None, starts, np.ones(2), names, nothing, nothing, {})
-    parts, twice = locate([Region(name, start, end, "") for name, start, end in spans], [store])
+    stretches, twice = locate([Region(name, start, end, "") for name, start, end in spans], [store])
     offset = {"chr1": 0, "chr2": 10}
     wanted = {offset[name] + at for name, start, end in spans for at in range(start, end)}
-    found = [at for start, end in zip(parts.start, parts.end, strict=True) for at in range(start, end)]
+    found = [
+        at for start, end in zip(stretches.start, stretches.end, strict=True) for at in range(start, end)
+    ]
     assert sorted(found) == sorted(wanted) == found
     assert twice == sum(end - start for _, start, end in spans) - len(wanted)
 

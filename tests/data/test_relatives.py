@@ -7,14 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longstrand.data.documents import Parts
+from longstrand.data.documents import Stretches
 from longstrand.data.relatives import relatives_in_sequences, strangers_for
 from longstrand.errors import UserError
 
 
-def parts_of(lengths: list[int]) -> Parts:
+def stretches_of(lengths: list[int]) -> Stretches:
     ends = np.cumsum(lengths)
-    return Parts(np.zeros(len(ends), np.int64), ends - lengths, ends, np.zeros(len(ends), bool))
+    return Stretches(np.zeros(len(ends), np.int64), ends - lengths, ends, np.zeros(len(ends), bool))
 
 
 @settings(max_examples=200, deadline=None)
@@ -43,25 +43,25 @@ def test_the_control_keeps_positions_and_lengths_and_holds_no_relatives() -> Non
     rng = np.random.default_rng(0)
     label = np.repeat(np.arange(40), rng.integers(1, 6, 40))
     lengths = rng.integers(20, 60, len(label))
-    donors = parts_of(lengths.tolist())
+    donors = stretches_of(lengths.tolist())
     usable = np.flatnonzero(np.bincount(label)[label] >= 2)
-    parts = donors.take(usable)
-    sequences = relatives_in_sequences(label[usable], parts.lengths, 300, 2, rng)
-    control = strangers_for(sequences, label[usable], parts, donors, label, seed=3)
+    stretches = donors.take(usable)
+    sequences = relatives_in_sequences(label[usable], stretches.lengths, 300, 2, rng)
+    control = strangers_for(sequences, label[usable], stretches, donors, label, seed=3)
     family_at = np.repeat(label, lengths)
-    assert control.lengths.tolist() == [parts.lengths[sequence].sum() for sequence in sequences]
+    assert control.lengths.tolist() == [stretches.lengths[sequence].sum() for sequence in sequences]
     for number, sequence in enumerate(sequences):
-        own = control.parts_of(number)
+        own = control.stretches_of(number)
         shown = family_at[own.start].tolist()
         assert len(set(shown)) == len(shown)
-        assert set(parts.lengths[sequence].cumsum().tolist()) <= set(own.lengths.cumsum().tolist())
+        assert set(stretches.lengths[sequence].cumsum().tolist()) <= set(own.lengths.cumsum().tolist())
         starts = [label[usable][member] for member in sequence]
         firsts = [at for at, family in enumerate(starts) if family not in starts[:at]]
-        kept = [parts.start[sequence[at]] for at in firsts]
+        kept = [stretches.start[sequence[at]] for at in firsts]
         assert set(kept) <= set(own.start.tolist())
 
 
 def test_too_few_families_for_a_control_is_said() -> None:
-    label, parts = np.array([0, 0, 0, 1]), parts_of([10, 10, 10, 10])
+    label, stretches = np.array([0, 0, 0, 1]), stretches_of([10, 10, 10, 10])
     with pytest.raises(UserError, match="2 families"):
-        strangers_for([np.array([0, 1, 2])], label, parts, parts, label, seed=0)
+        strangers_for([np.array([0, 1, 2])], label, stretches, stretches, label, seed=0)

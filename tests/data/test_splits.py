@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longstrand.data.documents import Parts
+from longstrand.data.documents import Stretches
 from longstrand.data.ingest import open_fasta
 from longstrand.data.splits import (
     HELD_OUT,
@@ -61,7 +61,7 @@ def test_too_few_units_are_refused() -> None:
 )
 def test_regions_are_cut_into_three_without_a_gap(lengths: list[int], shares: tuple[float, float]) -> None:
     ends = np.cumsum(lengths)
-    whole = Parts(np.zeros(len(ends), np.int64), ends - lengths, ends, np.zeros(len(ends), bool))
+    whole = Stretches(np.zeros(len(ends), np.int64), ends - lengths, ends, np.zeros(len(ends), bool))
     pieces, part, origin = split_regions(whole, shares)
     covered = np.concatenate([np.arange(a, b) for a, b in zip(pieces.start, pieces.end, strict=True)])
     assert covered.tolist() == list(range(int(ends[-1])))
@@ -72,22 +72,22 @@ def test_regions_are_cut_into_three_without_a_gap(lengths: list[int], shares: tu
         assert sizes[1:] == [int(length * shares[0]), int(length * shares[1])] and sum(sizes) == length
 
 
-def parts_of(rows: list[tuple[int, int, int]]) -> Parts:
+def stretches_of(rows: list[tuple[int, int, int]]) -> Stretches:
     store, start, end = np.array(rows).T
-    return Parts(store, start, end, np.zeros(len(rows), bool))
+    return Stretches(store, start, end, np.zeros(len(rows), bool))
 
 
 def test_overlap_is_found_across_files_and_strands_and_nowhere_else(tmp_path: Path) -> None:
     (tmp_path / "a.fa").write_text(">one\nAACCGGTTACGTTGCA\n>two\nGATTACAGATTACA\n")
     (tmp_path / "b.fa").write_text(">other\nTGCAACGTAACCGGTT\n")  # record one on the other strand
     stores = [open_fasta(tmp_path / name, tmp_path / "cache") for name in ("a.fa", "b.fa")]
-    contents = contents_of(stores, parts_of([(0, 0, 3), (0, 16, 20), (1, 0, 16)]))
+    contents = contents_of(stores, stretches_of([(0, 0, 3), (0, 16, 20), (1, 0, 16)]))
     assert contents[0] == contents[2] != contents[1]
     sides = np.array([TRAIN, HELD_OUT])
-    check_apart(stores, parts_of([(0, 0, 10), (0, 10, 16)]), sides)
-    check_apart(stores, parts_of([(0, 0, 10), (1, 0, 6)]), sides)  # letters 0..6 of b are 10..16 of a
-    check_apart(stores, parts_of([(0, 0, 10), (0, 16, 30)]), sides)
-    check_apart(stores, parts_of([(0, 0, 10), (0, 5, 16)]), np.array([TRAIN, TRAIN]))
+    check_apart(stores, stretches_of([(0, 0, 10), (0, 10, 16)]), sides)
+    check_apart(stores, stretches_of([(0, 0, 10), (1, 0, 6)]), sides)  # letters 0..6 of b are 10..16 of a
+    check_apart(stores, stretches_of([(0, 0, 10), (0, 16, 30)]), sides)
+    check_apart(stores, stretches_of([(0, 0, 10), (0, 5, 16)]), np.array([TRAIN, TRAIN]))
     for clash in (
         [(0, 0, 10), (0, 9, 16)],
         [(0, 0, 10), (1, 0, 7)],
@@ -95,7 +95,7 @@ def test_overlap_is_found_across_files_and_strands_and_nowhere_else(tmp_path: Pa
         [(0, 3, 5), (0, 0, 16)],
     ):
         with pytest.raises(UserError, match="overlap") as refusal:
-            check_apart(stores, parts_of(clash), sides)
+            check_apart(stores, stretches_of(clash), sides)
         assert "(train)" in str(refusal.value) and "(held_out)" in str(refusal.value)
 
 
@@ -119,10 +119,10 @@ def test_overlap_equals_that_of_plain_sets(rows: list[tuple[int, int, int]]) -> 
 
     sides = [{at for start, end, part in rows if part == p for at in range(start, end)} for p in range(3)]
     clash = any(sides[a] & sides[b] for a in range(3) for b in range(a))
-    parts = parts_of([(0, start, end) for start, end, _ in rows])
+    stretches = stretches_of([(0, start, end) for start, end, _ in rows])
     part_of = np.array([part for _, _, part in rows])
     if clash:
         with pytest.raises(UserError, match="overlap"):
-            check_apart([OneRecord()], parts, part_of)  # type: ignore[list-item]
+            check_apart([OneRecord()], stretches, part_of)  # type: ignore[list-item]
     else:
-        check_apart([OneRecord()], parts, part_of)  # type: ignore[list-item]
+        check_apart([OneRecord()], stretches, part_of)  # type: ignore[list-item]

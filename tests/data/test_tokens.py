@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
 
-from longstrand.data.documents import Parts
+from longstrand.data.documents import Stretches
 from longstrand.data.ingest import open_fasta, open_jsonl, open_tokens
 from longstrand.data.letters import ALPHABET, LetterPolicy
 from longstrand.data.store import HAS_LOWER, HAS_N, NOT_SUPERVISED
@@ -102,8 +102,10 @@ def test_tokens_of_a_fasta_are_those_of_its_stretches_and_know_their_letters(
     (tmp_path / "x.fa").write_text(f">a\n{text}\n")
     letters = open_fasta(tmp_path / "x.fa", tmp_path / "cache")
     tokenizer = TextTokenizer(str(folder), 10)
-    parts = Parts(np.zeros(2, np.int64), np.array([3, 200]), np.array([118, 400]), np.array([False, False]))
-    store = open_tokens(letters, parts, tokenizer, LetterPolicy(), tmp_path / "cache")
+    stretches = Stretches(
+        np.zeros(2, np.int64), np.array([3, 200]), np.array([118, 400]), np.array([False, False])
+    )
+    store = open_tokens(letters, stretches, tokenizer, LetterPolicy(), tmp_path / "cache")
     for record, (start, end) in enumerate([(3, 118), (200, 400)]):
         ids, marks = [], []
         for at in range(start, end, 10):
@@ -126,9 +128,9 @@ def test_a_tokenizer_that_would_drop_letters_is_refused(tmp_path: Path) -> None:
     )
     (tmp_path / "x.fa").write_text(">a\nACGTNNAC\n")
     store = open_fasta(tmp_path / "x.fa", tmp_path / "cache")
-    parts = Parts(np.zeros(1, np.int64), np.array([0]), np.array([8]), np.array([False]))
+    stretches = Stretches(np.zeros(1, np.int64), np.array([0]), np.array([8]), np.array([False]))
     with pytest.raises(UserError, match="no token for 2 letters"):
-        open_tokens(store, parts, TextTokenizer(str(tmp_path), None), LetterPolicy(), tmp_path / "cache")
+        open_tokens(store, stretches, TextTokenizer(str(tmp_path), None), LetterPolicy(), tmp_path / "cache")
 
 
 def rows_of(path: Path, tokenizer: TextTokenizer, *rows: dict) -> list[tuple[list[int], list[int]]]:

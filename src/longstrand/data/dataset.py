@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from longstrand.config import DataSection, Source
-from longstrand.data.documents import Documents, Parts
+from longstrand.data.documents import Documents, Stretches
 from longstrand.data.ledger import (
     Ledger,
     PartLedger,
@@ -172,10 +172,10 @@ class Data:
         """
         own, other = self._letters, evaluation._letters
         shift = len(own.stores)
-        trained = own.parts.take(np.flatnonzero(own.part_of == TRAIN))
-        parts = Parts.joined([trained, replace(other.parts, store=other.parts.store + shift)])
-        part_of = np.repeat([0, 1], [len(trained), len(other.parts)])
-        check_apart([*own.stores, *other.stores], parts, part_of, names=("training", "evaluation"))
+        trained = own.stretches.take(np.flatnonzero(own.part_of == TRAIN))
+        stretches = Stretches.joined([trained, replace(other.stretches, store=other.stretches.store + shift)])
+        part_of = np.repeat([0, 1], [len(trained), len(other.stretches)])
+        check_apart([*own.stores, *other.stores], stretches, part_of, names=("training", "evaluation"))
 
     @property
     def _all_held_out(self) -> bool:
@@ -190,10 +190,10 @@ class Data:
 
     def _new_sequences(self, source: int, part: int, length: int, order: Order | None) -> SequenceSet:
         own = self._selection.of(source, part)
-        stores, parts = self._selection.stores, self._selection.parts.take(own)
+        stores, stretches = self._selection.stores, self._selection.stretches.take(own)
         families = self.section.families
         if families is None:
-            return window_set(stores, self._reading, parts, length, self.section.n_max)
+            return window_set(stores, self._reading, stretches, length, self.section.n_max)
         fixed = self.section.split.seed if self.section.split is not None else 0
         rules = FamilyRules(
             least=families.members,
@@ -201,13 +201,13 @@ class Data:
             order=order or families.order,
             n_max=self.section.n_max,
         )
-        return family_set(stores, self._reading, parts, self._selection.label[own], length, rules)
+        return family_set(stores, self._reading, stretches, self._selection.label[own], length, rules)
 
     def _fill_ledger(self) -> None:
         letters, selection = self._letters, self._selection
         for index, entry in enumerate(letters.inputs):
             stores = [letters.stores[store] for store in entry.stores]
-            chosen = int(letters.parts.lengths[letters.source_of == index].sum())
+            chosen = int(letters.stretches.lengths[letters.source_of == index].sum())
             line = SourceLedger(
                 path=entry.source.path,
                 weight=entry.source.weight,
@@ -223,13 +223,13 @@ class Data:
                 if len(own):
                     sequences = self._sequences(index, part, self.section.length, None)
                     records = num_records(letters, letters.of(index, part))
-                    tokens = int(selection.parts.lengths[own].sum())
+                    tokens = int(selection.stretches.lengths[own].sum())
                     counted = PartLedger.of(
                         self._reading, selection.stores, sequences.in_epoch(0), records, tokens
                     )
                     counted.add_skipped(sequences.skipped, sequences.num_cut)
                     line.parts[name] = counted
-                    line.part_values[name] = int(letters.parts.lengths[letters.of(index, part)].sum())
+                    line.part_values[name] = int(letters.stretches.lengths[letters.of(index, part)].sum())
             self.ledger.sources.append(line)
         if letters.families is not None:
             self.ledger.families = family_facts(letters.families)
@@ -240,7 +240,12 @@ class Data:
         digest = hashlib.sha256()
         for store in selection.stores:
             digest.update(store.digest.encode())
-        arrays = (selection.parts.store, selection.parts.start, selection.parts.end, selection.parts.turned)
+        arrays = (
+            selection.stretches.store,
+            selection.stretches.start,
+            selection.stretches.end,
+            selection.stretches.turned,
+        )
         for array in (*arrays, selection.source_of, selection.part_of, selection.label, self._reading.ids):
             digest.update(np.ascontiguousarray(array).tobytes())
         settings = self.section.model_dump(exclude={"sources", "cache", "tokenizer"})
@@ -263,8 +268,8 @@ def _open(
     reading = Reading(policy, letter_ids(model_folder if tokenizer is None else None))
     letters = select(section, cache, tokenizer)
     if held_out:
-        letters = replace(letters, part_of=np.full(len(letters.parts), HELD_OUT))
-    reading.check_letters(letters.stores, letters.parts)
-    check_apart(letters.stores, letters.parts, letters.part_of)
+        letters = replace(letters, part_of=np.full(len(letters.stretches), HELD_OUT))
+    reading.check_letters(letters.stores, letters.stretches)
+    check_apart(letters.stores, letters.stretches, letters.part_of)
     values = letters if tokenizer is None else tokenized(letters, tokenizer, policy, cache)
     return Data(section, reading, letters, values, seed)

@@ -1,4 +1,4 @@
-"""Documents as lists of parts: which stretch of which store, before any letter is read."""
+"""Documents as lists of stretches: which stretch of which store, before any letter is read."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ import numpy as np
 
 
 @dataclass(frozen=True)
-class Parts:
+class Stretches:
     """Stretches of stores; entry i is `[start[i], end[i])` of store `store[i]`, read on the other strand if turned.
 
     Positions count from the start of the store's values (letters, or tokens where the store holds tokens).
     """
 
-    store: np.ndarray  # int64[P]
-    start: np.ndarray  # int64[P]
-    end: np.ndarray  # int64[P]
-    turned: np.ndarray  # bool[P]
+    store: np.ndarray  # int64[N]
+    start: np.ndarray  # int64[N]
+    end: np.ndarray  # int64[N]
+    turned: np.ndarray  # bool[N]
 
     @classmethod
-    def empty(cls) -> Parts:
+    def empty(cls) -> Stretches:
         none = np.empty(0, np.int64)
         return cls(none, none, none, none.astype(bool))
 
     @classmethod
-    def joined(cls, many: Sequence[Parts]) -> Parts:
+    def joined(cls, many: Sequence[Stretches]) -> Stretches:
         if not many:
             return cls.empty()
         fields = ("store", "start", "end", "turned")
-        return cls(*(np.concatenate([getattr(parts, name) for parts in many]) for name in fields))
+        return cls(*(np.concatenate([getattr(stretches, name) for stretches in many]) for name in fields))
 
     def __len__(self) -> int:
         return len(self.start)
@@ -39,38 +39,38 @@ class Parts:
     def lengths(self) -> np.ndarray:
         return self.end - self.start
 
-    def take(self, index: np.ndarray) -> Parts:
-        return Parts(self.store[index], self.start[index], self.end[index], self.turned[index])
+    def take(self, index: np.ndarray) -> Stretches:
+        return Stretches(self.store[index], self.start[index], self.end[index], self.turned[index])
 
-    def first(self, lengths: np.ndarray) -> Parts:
-        """The first `lengths[i]` letters of each part, along its own strand."""
+    def first(self, lengths: np.ndarray) -> Stretches:
+        """The first `lengths[i]` letters of each stretch, along its own strand."""
         start = np.where(self.turned, self.end - lengths, self.start)
-        return Parts(self.store, start, start + lengths, self.turned)
+        return Stretches(self.store, start, start + lengths, self.turned)
 
 
 @dataclass(frozen=True)
 class Documents:
-    """Documents in a row of parts: document d is the parts `bounds[d]:bounds[d + 1]`, one after the other."""
+    """Documents in a row of stretches: document d is the stretches `bounds[d]:bounds[d + 1]`, one after the other."""
 
-    parts: Parts
+    stretches: Stretches
     bounds: np.ndarray  # int64[D+1]
 
     @classmethod
-    def of_one_part_each(cls, parts: Parts) -> Documents:
-        return cls(parts, np.arange(len(parts) + 1))
+    def of_one_stretch_each(cls, stretches: Stretches) -> Documents:
+        return cls(stretches, np.arange(len(stretches) + 1))
 
     @classmethod
-    def of_groups(cls, parts: Parts, groups: Sequence[np.ndarray]) -> Documents:
-        """One document per group of indices into `parts`."""
+    def of_groups(cls, stretches: Stretches, groups: Sequence[np.ndarray]) -> Documents:
+        """One document per group of indices into `stretches`."""
         order = np.concatenate([np.empty(0, np.int64), *groups]).astype(np.int64)
-        return cls(parts.take(order), np.cumsum([0, *map(len, groups)]))
+        return cls(stretches.take(order), np.cumsum([0, *map(len, groups)]))
 
     @classmethod
     def joined(cls, many: Sequence[Documents]) -> Documents:
-        shifts = np.cumsum([0, *(len(documents.parts) for documents in many)])
+        shifts = np.cumsum([0, *(len(documents.stretches) for documents in many)])
         bounds = [documents.bounds[1:] + shift for documents, shift in zip(many, shifts[:-1], strict=True)]
         return cls(
-            Parts.joined([documents.parts for documents in many]),
+            Stretches.joined([documents.stretches for documents in many]),
             np.concatenate([np.zeros(1, np.int64), *bounds]),
         )
 
@@ -80,8 +80,8 @@ class Documents:
     @property
     def lengths(self) -> np.ndarray:
         """int64[D]: letters or tokens of each document."""
-        ends = np.concatenate([[0], np.cumsum(self.parts.lengths)])
+        ends = np.concatenate([[0], np.cumsum(self.stretches.lengths)])
         return np.diff(ends[self.bounds])
 
-    def parts_of(self, document: int) -> Parts:
-        return self.parts.take(np.arange(self.bounds[document], self.bounds[document + 1]))
+    def stretches_of(self, document: int) -> Stretches:
+        return self.stretches.take(np.arange(self.bounds[document], self.bounds[document + 1]))

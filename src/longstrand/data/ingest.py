@@ -10,7 +10,7 @@ import numpy as np
 
 from longstrand.data.chat import ChatTemplate
 from longstrand.data.compressed import read_blocks
-from longstrand.data.documents import Parts
+from longstrand.data.documents import Stretches
 from longstrand.data.fasta import BOM, Header, read_fasta
 from longstrand.data.jsonl import Chat, Row, Text, Tokens, kind_of_row, read_jsonl
 from longstrand.data.letters import ACCEPTED, LetterPolicy, reverse_complement, show_letter
@@ -67,26 +67,26 @@ def open_jsonl(path: Path, cache: Path, tokenizer: TextTokenizer | None, only_to
 
 
 def open_tokens(
-    store: Store, parts: Parts, tokenizer: TextTokenizer, policy: LetterPolicy, cache: Path
+    store: Store, stretches: Stretches, tokenizer: TextTokenizer, policy: LetterPolicy, cache: Path
 ) -> Store:
-    """Tokens of stretches of a letter store, one record per part, each encoded from its own start.
+    """Tokens of stretches of a letter store, one record each, encoded from its own start.
 
     Letters are read upper-case and under the policy first; a token that spans an N or a lower-case letter is marked.
     """
-    places = np.stack([parts.start, parts.end, parts.turned.astype(np.int64)]).tobytes().hex()
+    places = np.stack([stretches.start, stretches.end, stretches.turned.astype(np.int64)]).tobytes().hex()
     key = f"tokens {store.digest} {tokenizer.fingerprint} {policy.iupac} {places}"
 
     def build(writer: Writer) -> dict[str, Any]:
         facts = {"unknown_tokens": 0}
-        for part in range(len(parts)):
-            start, end = int(parts.start[part]), int(parts.end[part])
+        for index in range(len(stretches)):
+            start, end = int(stretches.start[index]), int(stretches.end[index])
             record = store.record_at(start)
             offset = int(store.starts[record])
             writer.begin(
                 f"{store.names[record]}:{start - offset + 1}-{end - offset}", int(store.lines[record])
             )
             letters = store.values[start:end]
-            for block in _blocks(letters, tokenizer.cut, bool(parts.turned[part])):
+            for block in _blocks(letters, tokenizer.cut, bool(stretches.turned[index])):
                 ids, marks = _encode_letters(block, tokenizer, policy, store.place(record))
                 facts["unknown_tokens"] += int((ids == tokenizer.unknown).sum()) if tokenizer.unknown else 0
                 writer.add(ids, marks)

@@ -183,7 +183,7 @@ def read_pack(
     """The chosen documents in a row, each on the strand that `flips` says."""
     flips = np.zeros(len(chosen), bool) if flips is None else flips
     read = [
-        reading.document(stores, documents.parts_of(int(document)), bool(flip))
+        reading.document(stores, documents.stretches_of(int(document)), bool(flip))
         for document, flip in zip(chosen, flips, strict=True)
     ]
     return Pack.from_documents([tokens for tokens, _ in read], [weights for _, weights in read])

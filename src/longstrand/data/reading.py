@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from longstrand.data.documents import Documents, Parts
+from longstrand.data.documents import Documents, Stretches
 from longstrand.data.letters import OTHER_IUPAC, READ_AS_N, LetterPolicy, reverse_complement, show_letter
 from longstrand.data.store import HAS_LOWER, HAS_N, NOT_SUPERVISED, Store
 from longstrand.errors import UserError
@@ -31,19 +31,21 @@ class Reading:
     policy: LetterPolicy
     ids: np.ndarray
 
-    def document(self, stores: Sequence[Store], parts: Parts, flip: bool = False) -> tuple[Tensor, Tensor]:
-        """(token ids int64[T], loss weights float32[T]) of the parts in a row; flipped, the other strand of the row.
+    def document(
+        self, stores: Sequence[Store], stretches: Stretches, flip: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """(token ids int64[T], loss weights float32[T]) of stretches in a row; flipped, the other strand of the row.
 
         A token's weight stays with its position, so masks turn with the strand.
         """
         tokens, weights = [], []
-        for index in range(len(parts)):
-            store = stores[parts.store[index]]
-            stretch = slice(int(parts.start[index]), int(parts.end[index]))
+        for index in range(len(stretches)):
+            store = stores[stretches.store[index]]
+            stretch = slice(int(stretches.start[index]), int(stretches.end[index]))
             values = np.asarray(store.values[stretch])
             marks = None if store.marks is None else np.asarray(store.marks[stretch])
-            if bool(parts.turned[index]) != flip:
-                values, marks = reverse_complement(values), None if marks is None else marks[::-1]
+            if bool(stretches.turned[index]) != flip:
+                values = reverse_complement(values)  # of a FASTA, whose letters carry no marks
             tokens.append(self.tokens(store, values))
             weights.append(self.weights(store, values, marks))
         if flip:
@@ -72,16 +74,17 @@ class Reading:
             return self.policy.is_n()[values]
         return np.zeros(len(values), bool) if marks is None else marks & HAS_N > 0
 
-    def counts(self, stores: Sequence[Store], parts: Parts) -> np.ndarray:
-        """int64[P, 5]: values of each part by cause, and (entry IS_N) how many are read as N."""
-        counts = np.zeros((len(parts), 5), np.int64)
-        for which, store, start, end in _batches(stores, parts):
+    def counts(self, stores: Sequence[Store], stretches: Stretches) -> np.ndarray:
+        """int64[N, 5]: values of each stretch by cause, and (entry IS_N) how many are read as N."""
+        counts = np.zeros((len(stretches), 5), np.int64)
+        for which, store, start, end in _batches(stores, stretches):
             if store.marks is None and not self._possible_causes(store) and not self._may_hold_n(store):
                 continue
             values = np.asarray(store.values[start:end])
             marks = None if store.marks is None else np.asarray(store.marks[start:end])
             borders = (
-                np.stack([parts.start[which], parts.end[which]], axis=1).clip(start, end).ravel() - start
+                np.stack([stretches.start[which], stretches.end[which]], axis=1).clip(start, end).ravel()
+                - start
             )
 
             def count(flag: np.ndarray, borders: np.ndarray = borders) -> np.ndarray:
@@ -93,20 +96,20 @@ class Reading:
             for cause in self._possible_causes(store):
                 counts[which, cause] += count(causes == cause)
             counts[which, IS_N] += count(self.is_n(store, values, marks))
-        counts[:, TRAINED] = parts.lengths - counts[:, MASKED_N : MASKED_ROW + 1].sum(axis=1)
+        counts[:, TRAINED] = stretches.lengths - counts[:, MASKED_N : MASKED_ROW + 1].sum(axis=1)
         return counts
 
     def document_counts(self, stores: Sequence[Store], documents: Documents) -> tuple[np.ndarray, np.ndarray]:
         """(int64[D, 5] of all values, int64[D, 5] of the first values, which are no targets)."""
         if not len(documents):
             return np.zeros((0, 5), np.int64), np.zeros((0, 5), np.int64)
-        counts = np.add.reduceat(self.counts(stores, documents.parts), documents.bounds[:-1], axis=0)
-        parts = documents.parts.take(documents.bounds[:-1])
-        first = np.where(parts.turned, parts.end - 1, parts.start)
-        return counts, self.counts(stores, Parts(parts.store, first, first + 1, parts.turned))
+        counts = np.add.reduceat(self.counts(stores, documents.stretches), documents.bounds[:-1], axis=0)
+        stretches = documents.stretches.take(documents.bounds[:-1])
+        first = np.where(stretches.turned, stretches.end - 1, stretches.start)
+        return counts, self.counts(stores, Stretches(stretches.store, first, first + 1, stretches.turned))
 
-    def check_letters(self, stores: Sequence[Store], parts: Parts) -> None:
-        """Refuses letters that the policy or the vocabulary refuses, where the parts hold them.
+    def check_letters(self, stores: Sequence[Store], stretches: Stretches) -> None:
+        """Refuses letters that the policy or the vocabulary refuses, where the stretches hold them.
 
         Raises:
             UserError: the first such letter, with file, record and position.
@@ -116,10 +119,10 @@ class Reading:
         if self.policy.iupac == "error":
             odd = OTHER_IUPAC + OTHER_IUPAC.lower() + READ_AS_N + b"x"
             refused[list(odd)] = True
-        for index in np.unique(parts.store):
+        for index in np.unique(stretches.store):
             store = stores[index]
             if store.holds_letters and any(refused[ord(letter)] for letter in store.facts["letters"]):
-                own = parts.take(np.flatnonzero(parts.store == index))
+                own = stretches.take(np.flatnonzero(stretches.store == index))
                 for start, end in zip(own.start.tolist(), own.end.tolist(), strict=True):
                     found = np.flatnonzero(refused[store.values[start:end]])
                     if len(found):
@@ -181,22 +184,22 @@ class Reading:
         return weights
 
 
-def _batches(stores: Sequence[Store], parts: Parts) -> Iterator[tuple[np.ndarray, Store, int, int]]:
-    """(parts, store, start, end): stretches of at most `_BATCH` values and the parts that reach into each."""
-    order = np.lexsort((parts.start, parts.store))
+def _batches(stores: Sequence[Store], stretches: Stretches) -> Iterator[tuple[np.ndarray, Store, int, int]]:
+    """(stretches, store, start, end): stretches of at most `_BATCH` values and the stretches that reach into each."""
+    order = np.lexsort((stretches.start, stretches.store))
     at = 0
     while at < len(order):
         first = order[at]
-        start, store = int(parts.start[first]), int(parts.store[first])
+        start, store = int(stretches.start[first]), int(stretches.store[first])
         stop = at + 1
         while (
             stop < len(order)
-            and parts.store[order[stop]] == store
-            and parts.end[order[stop]] - start <= _BATCH
+            and stretches.store[order[stop]] == store
+            and stretches.end[order[stop]] - start <= _BATCH
         ):
             stop += 1
         which = order[at:stop]
-        end = int(parts.end[which].max())
+        end = int(stretches.end[which].max())
         for piece in range(start, end, _BATCH):
             yield which, stores[store], piece, min(piece + _BATCH, end)
         at = stop

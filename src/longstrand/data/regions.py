@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from longstrand.data.documents import Parts
+from longstrand.data.documents import Stretches
 from longstrand.data.store import Store
 from longstrand.data.text_lines import read_lines
 from longstrand.errors import UserError
@@ -85,8 +85,8 @@ def read_regions(texts: Sequence[str], stores: Sequence[Store]) -> list[Region]:
     return regions
 
 
-def locate(regions: Sequence[Region], stores: Sequence[Store], first_store: int = 0) -> tuple[Parts, int]:
-    """(the regions as parts, sorted; letters that several of them named): overlapping regions become one part.
+def locate(regions: Sequence[Region], stores: Sequence[Store], first_store: int = 0) -> tuple[Stretches, int]:
+    """(the regions as stretches, sorted; letters that several of them named): overlapping regions become one.
 
     Raises:
         UserError: a record that no file has or that several have, or a region past its record's end.
@@ -109,8 +109,8 @@ def locate(regions: Sequence[Region], stores: Sequence[Store], first_store: int 
     return _merge(found)
 
 
-def _merge(found: np.ndarray) -> tuple[Parts, int]:
-    """Sorted parts without overlap, and how many letters were named more than once. Touching parts stay apart."""
+def _merge(found: np.ndarray) -> tuple[Stretches, int]:
+    """Sorted stretches without overlap, and how many letters were named more than once; touching ones stay apart."""
     store, start, end = found[np.lexsort((found[:, 2], found[:, 1], found[:, 0]))].T
     span = int(end.max(initial=0)) + 1
     reach = np.maximum.accumulate(end + store * span)  # records do not share positions, so one axis will do
@@ -119,8 +119,8 @@ def _merge(found: np.ndarray) -> tuple[Parts, int]:
     first = np.flatnonzero(opens)
     last = np.append(first[1:], len(start)) - 1 if len(first) else first
     merged_end = reach[last] - store[first] * span
-    parts = Parts(store[first], start[first], merged_end, np.zeros(len(first), bool))
-    return parts, int((end - start).sum() - parts.lengths.sum())
+    stretches = Stretches(store[first], start[first], merged_end, np.zeros(len(first), bool))
+    return stretches, int((end - start).sum() - stretches.lengths.sum())
 
 
 def _only_place(region: Region, places: list[tuple[int, int]], stores: Sequence[Store]) -> tuple[int, int]:

@@ -6,7 +6,7 @@ import heapq
 
 import numpy as np
 
-from longstrand.data.documents import Documents, Parts
+from longstrand.data.documents import Documents, Stretches
 from longstrand.errors import UserError
 
 
@@ -34,8 +34,8 @@ def relatives_in_sequences(
 def strangers_for(
     sequences: list[np.ndarray],
     label: np.ndarray,
-    parts: Parts,
-    donors: Parts,
+    stretches: Stretches,
+    donors: Stretches,
     donor_label: np.ndarray,
     seed: int,
 ) -> Documents:
@@ -45,7 +45,7 @@ def strangers_for(
     sequence does not hold, cut to the same total length, so that all positions and lengths stay.
 
     Args:
-        sequences: groups of indices into `parts` and `label`.
+        sequences: groups of indices into `stretches` and `label`.
         donors: the records of the same split that may be strangers (relatives among them, and single ones).
 
     Raises:
@@ -58,23 +58,23 @@ def strangers_for(
         free = [
             family for family in rng.permutation(len(pools)) if pools[family][0] not in set(label[sequence])
         ]
-        taken: list[Parts] = []
+        taken: list[Stretches] = []
         seen: set[int] = set()
         for member in sequence:
             if label[member] not in seen:
                 seen.add(label[member])
-                taken.append(parts.take(np.array([member])))
+                taken.append(stretches.take(np.array([member])))
                 continue
-            chosen = _choose_strangers(pools, free, donors.lengths, int(parts.lengths[member]), rng)
+            chosen = _choose_strangers(pools, free, donors.lengths, int(stretches.lengths[member]), rng)
             if chosen is None:
                 raise UserError(
                     f"families: the control needs more unrelated records than this split has ({len(pools)} families): "
                     "shorten the sequences or give the split more families"
                 )
             taken.append(donors.take(chosen[0]).first(chosen[1]))
-        documents.append(Parts.joined(taken))
+        documents.append(Stretches.joined(taken))
     bounds = np.cumsum([0, *map(len, documents)])
-    return Documents(Parts.joined(documents), bounds)
+    return Documents(Stretches.joined(documents), bounds)
 
 
 def _divide(family: np.ndarray, lengths: np.ndarray, length: int, members: int) -> list[np.ndarray]:

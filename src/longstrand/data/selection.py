@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from longstrand.config import DataSection, Source
-from longstrand.data.documents import Parts
+from longstrand.data.documents import Stretches
 from longstrand.data.families import Families, find_families
 from longstrand.data.ingest import Kind, kind_of_file, open_fasta, open_jsonl, open_tokens
 from longstrand.data.letters import LetterPolicy
@@ -43,22 +43,22 @@ class Selection:
     """The chosen stretches of all sources.
 
     Attributes:
-        source_of: int64[P], the source of each part.
-        part_of: int64[P], its part of the split (TRAIN, VALIDATION, HELD_OUT).
-        label: int64[P], its family; empty where no families were looked for.
-        families: of the parts before any split, or None.
+        source_of: int64[N], the source of each stretch.
+        part_of: int64[N], its part of the split (TRAIN, VALIDATION, HELD_OUT).
+        label: int64[N], its family; empty where no families were looked for.
+        families: of the stretches before any split, or None.
     """
 
     inputs: tuple[Input, ...]
     stores: list[Store]
-    parts: Parts
+    stretches: Stretches
     source_of: np.ndarray
     part_of: np.ndarray
     label: np.ndarray
     families: Families | None = None
 
     def of(self, source: int, part: int) -> np.ndarray:
-        """Indices of one source's parts in one part of the split."""
+        """Indices of one source's stretches in one part of the split."""
         return np.flatnonzero((self.source_of == source) & (self.part_of == part))
 
 
@@ -69,14 +69,14 @@ def select(section: DataSection, cache: Path, tokenizer: TextTokenizer | None) -
         UserError: no such file, mixed kinds, a setting that a kind of file cannot have, or what the readers raise.
     """
     stores: list[Store] = []
-    inputs, parts = [], []
+    inputs, stretches = [], []
     for source in section.sources:
         entry, own = _open_source(source, section, cache, tokenizer, stores)
         inputs.append(entry)
-        parts.append(own)
-    joined = Parts.joined(parts)
+        stretches.append(own)
+    joined = Stretches.joined(stretches)
     nothing = np.empty(0, np.int64)
-    source_of = np.repeat(np.arange(len(parts)), [len(own) for own in parts])
+    source_of = np.repeat(np.arange(len(stretches)), [len(own) for own in stretches])
     selection = Selection(tuple(inputs), stores, joined, source_of, np.full(len(joined), TRAIN), nothing)
     if section.families is not None or (section.split is not None and section.split.by == "family"):
         selection = _with_families(section, selection)
@@ -84,21 +84,21 @@ def select(section: DataSection, cache: Path, tokenizer: TextTokenizer | None) -
 
 
 def tokenized(selection: Selection, tokenizer: TextTokenizer, policy: LetterPolicy, cache: Path) -> Selection:
-    """The same stretches as tokens: each part of a letter store becomes one record of a token store.
+    """The same stretches as tokens: each one of a letter store becomes one record of a token store.
 
     Raises:
         UserError: the tokenizer makes nothing of a stretch.
     """
     stores = list(selection.stores)
     store, start, end = (
-        np.array(a) for a in (selection.parts.store, selection.parts.start, selection.parts.end)
+        np.array(a) for a in (selection.stretches.store, selection.stretches.start, selection.stretches.end)
     )
-    turned = selection.parts.turned.copy()
+    turned = selection.stretches.turned.copy()
     for index, letters in enumerate(selection.stores):
-        own = np.flatnonzero(selection.parts.store == index)
+        own = np.flatnonzero(selection.stretches.store == index)
         if not letters.holds_letters or not len(own):
             continue
-        tokens = open_tokens(letters, selection.parts.take(own), tokenizer, policy, cache)
+        tokens = open_tokens(letters, selection.stretches.take(own), tokenizer, policy, cache)
         if tokens.num_records != len(own):
             raise UserError(
                 f"{letters.source}: the tokenizer {tokenizer.path} makes no token of some stretch of it"
@@ -106,12 +106,12 @@ def tokenized(selection: Selection, tokenizer: TextTokenizer, policy: LetterPoli
         store[own], turned[own] = len(stores), False
         start[own], end[own] = tokens.starts[:-1], tokens.starts[1:]
         stores.append(tokens)
-    return replace(selection, stores=stores, parts=Parts(store, start, end, turned))
+    return replace(selection, stores=stores, stretches=Stretches(store, start, end, turned))
 
 
 def _open_source(
     source: Source, section: DataSection, cache: Path, tokenizer: TextTokenizer | None, stores: list[Store]
-) -> tuple[Input, Parts]:
+) -> tuple[Input, Stretches]:
     """Opens one source's files, appending to `stores` those that no source before it named."""
     paths = _expand(source.path)
     kinds = {path: kind_of_file(path) if source.format == "auto" else source.format for path in paths}
@@ -136,13 +136,13 @@ def _open_source(
         if known[0] not in indices:
             indices.append(known[0])
             opened.append(store)
-    parts, named_twice = _choose(source, opened)
-    parts = replace(parts, store=np.array(indices, np.int64)[parts.store])
+    stretches, named_twice = _choose(source, opened)
+    stretches = replace(stretches, store=np.array(indices, np.int64)[stretches.store])
     num_values = sum(len(store.values) for store in opened)
-    return Input(source, kind, tuple(indices), num_values, named_twice), parts
+    return Input(source, kind, tuple(indices), num_values, named_twice), stretches
 
 
-def _choose(source: Source, stores: Sequence[Store]) -> tuple[Parts, int]:
+def _choose(source: Source, stores: Sequence[Store]) -> tuple[Stretches, int]:
     """The regions of a source, or all its records; stores are counted within the source."""
     if source.bed is not None:
         return locate(read_bed(Path(source.bed).expanduser()), stores)
@@ -151,7 +151,7 @@ def _choose(source: Source, stores: Sequence[Store]) -> tuple[Parts, int]:
     index = np.repeat(np.arange(len(stores)), [store.num_records for store in stores])
     start = np.concatenate([store.starts[:-1] for store in stores])
     end = np.concatenate([store.starts[1:] for store in stores])
-    return Parts(index, start, end, np.zeros(len(index), bool)), 0
+    return Stretches(index, start, end, np.zeros(len(index), bool)), 0
 
 
 def _expand(pattern: str) -> list[Path]:
@@ -187,30 +187,32 @@ def _refuse_settings(source: Source, section: DataSection, kind: Kind) -> None:
 
 def _with_families(section: DataSection, selection: Selection) -> Selection:
     k = section.families.kmer if section.families is not None else 31
-    parts = selection.parts
+    stretches = selection.stretches
     views = [
         selection.stores[store].values[start:end]
-        for store, start, end in zip(parts.store, parts.start, parts.end, strict=True)
+        for store, start, end in zip(stretches.store, stretches.start, stretches.end, strict=True)
     ]
     families = find_families(views, k)
-    turned = families.turned if section.families is not None else parts.turned
-    return replace(selection, parts=replace(parts, turned=turned), label=families.label, families=families)
+    turned = families.turned if section.families is not None else stretches.turned
+    return replace(
+        selection, stretches=replace(stretches, turned=turned), label=families.label, families=families
+    )
 
 
 def _with_split(section: DataSection, selection: Selection) -> Selection:
     split = section.split
     assert split is not None
     shares = (split.validation, split.held_out)
-    parts = selection.parts
+    stretches = selection.stretches
     if split.by == "region":
-        parts, part_of, origin = split_regions(parts, shares)
-        return replace(selection, parts=parts, source_of=selection.source_of[origin], part_of=part_of)
-    units = selection.label if split.by == "family" else contents_of(selection.stores, parts)
+        stretches, part_of, origin = split_regions(stretches, shares)
+        return replace(selection, stretches=stretches, source_of=selection.source_of[origin], part_of=part_of)
+    units = selection.label if split.by == "family" else contents_of(selection.stores, stretches)
     # Units are numbered in the order of their names; contents are hashes, so that order does not follow the files'.
-    part_of = split_units(units, parts.lengths, shares, split.seed, split.by)
+    part_of = split_units(units, stretches.lengths, shares, split.seed, split.by)
     return replace(selection, part_of=part_of)
 
 
 def num_records(selection: Selection, chosen: np.ndarray) -> int:
-    """How many records the chosen parts are of."""
-    return len(np.unique(records_of(selection.stores, selection.parts.take(chosen))))
+    """How many records the chosen stretches are of."""
+    return len(np.unique(records_of(selection.stores, selection.stretches.take(chosen))))

@@ -8,7 +8,7 @@ from typing import Literal
 
 import numpy as np
 
-from longstrand.data.documents import Documents, Parts
+from longstrand.data.documents import Documents, Stretches
 from longstrand.data.reading import IS_N, TRAINED, Reading
 from longstrand.data.relatives import relatives_in_sequences, strangers_for
 from longstrand.data.store import NOT_SUPERVISED, Store
@@ -52,9 +52,9 @@ class FamilySet:
         order: "relatives", or "strangers" for the control.
     """
 
-    members: Parts
+    members: Stretches
     label: np.ndarray
-    donors: Parts
+    donors: Stretches
     donor_label: np.ndarray
     length: int
     least: int
@@ -75,36 +75,36 @@ class FamilySet:
 SequenceSet = WindowSet | FamilySet
 
 
-def cut_windows(parts: Parts, length: int) -> Parts:
-    """Consecutive windows of `length` from each part's start, the last one with what is left."""
-    counts = -(-parts.lengths // length)
-    origin = np.repeat(np.arange(len(parts)), counts)
+def cut_windows(stretches: Stretches, length: int) -> Stretches:
+    """Consecutive windows of `length` from each stretch's start, the last one with what is left."""
+    counts = -(-stretches.lengths // length)
+    origin = np.repeat(np.arange(len(stretches)), counts)
     number = np.arange(len(origin)) - np.repeat(np.cumsum(counts) - counts, counts)
-    start = parts.start[origin] + number * length
-    end = np.minimum(start + length, parts.end[origin])
-    return Parts(parts.store[origin], start, end, parts.turned[origin])
+    start = stretches.start[origin] + number * length
+    end = np.minimum(start + length, stretches.end[origin])
+    return Stretches(stretches.store[origin], start, end, stretches.turned[origin])
 
 
 def window_set(
-    stores: Sequence[Store], reading: Reading, parts: Parts, length: int, n_max: float
+    stores: Sequence[Store], reading: Reading, stretches: Stretches, length: int, n_max: float
 ) -> WindowSet:
-    """Windows of the parts; those that are mostly N, one token long, or without a target are skipped and counted.
+    """Windows of the stretches; those that are mostly N, one token long, or without a target are skipped and counted.
 
     Raises:
-        UserError: a row with prompt or loss_mask that is longer than `length` (cutting it would part answers from
+        UserError: a row with prompt or loss_mask that is longer than `length` (a cut would sever answers from
             their prompts).
     """
-    _refuse_long_rows(stores, parts, length)
-    windows, skipped = cut_windows(parts, length), Skipped()
+    _refuse_long_rows(stores, stretches, length)
+    windows, skipped = cut_windows(stretches, length), Skipped()
     windows = _skip(windows, windows.lengths < 2, "one_token", skipped)
     counts = reading.counts(stores, windows)
     mostly_n = counts[:, IS_N] > n_max * windows.lengths
     windows, counts = _skip(windows, mostly_n, "mostly_n", skipped), counts[~mostly_n]
-    _, first = reading.document_counts(stores, Documents.of_one_part_each(windows))
+    _, first = reading.document_counts(stores, Documents.of_one_stretch_each(windows))
     no_target = counts[:, TRAINED] - first[:, TRAINED] <= 0
     windows = _skip(windows, no_target, "no_target", skipped)
-    num_cut = int((parts.lengths > length).sum())
-    return WindowSet(Documents.of_one_part_each(windows), skipped, num_cut)
+    num_cut = int((stretches.lengths > length).sum())
+    return WindowSet(Documents.of_one_stretch_each(windows), skipped, num_cut)
 
 
 @dataclass(frozen=True)
@@ -120,19 +120,19 @@ class FamilyRules:
 def family_set(
     stores: Sequence[Store],
     reading: Reading,
-    parts: Parts,
+    stretches: Stretches,
     label: np.ndarray,
     length: int,
     rules: FamilyRules,
 ) -> FamilySet:
-    """Sequences of the parts' families; a part longer than `length` becomes consecutive members of its family.
+    """Sequences of the stretches' families; one longer than `length` becomes consecutive members of its family.
 
     Members that are mostly N, and those whose family has fewer than `rules.least` records here, are skipped and
     counted.
     """
     skipped = Skipped()
-    pieces = cut_windows(parts, length)
-    origin = np.repeat(np.arange(len(parts)), -(-parts.lengths // length))
+    pieces = cut_windows(stretches, length)
+    origin = np.repeat(np.arange(len(stretches)), -(-stretches.lengths // length))
     mostly_n = reading.counts(stores, pieces)[:, IS_N] > rules.n_max * pieces.lengths
     donors, origin = _skip(pieces, mostly_n, "mostly_n", skipped), origin[~mostly_n]
     donor_label = label[origin]
@@ -149,18 +149,18 @@ def family_set(
         seed=rules.seed,
         order=rules.order,
         skipped=skipped,
-        num_cut=int((parts.lengths > length).sum()),
+        num_cut=int((stretches.lengths > length).sum()),
     )
 
 
-def _skip(parts: Parts, which: np.ndarray, cause: str, skipped: Skipped) -> Parts:
-    skipped.add(cause, parts.lengths[which])
-    return parts.take(np.flatnonzero(~which))
+def _skip(stretches: Stretches, which: np.ndarray, cause: str, skipped: Skipped) -> Stretches:
+    skipped.add(cause, stretches.lengths[which])
+    return stretches.take(np.flatnonzero(~which))
 
 
-def _refuse_long_rows(stores: Sequence[Store], parts: Parts, length: int) -> None:
-    for at in np.flatnonzero(parts.lengths > length):
-        store, start, end = stores[parts.store[at]], int(parts.start[at]), int(parts.end[at])
+def _refuse_long_rows(stores: Sequence[Store], stretches: Stretches, length: int) -> None:
+    for at in np.flatnonzero(stretches.lengths > length):
+        store, start, end = stores[stretches.store[at]], int(stretches.start[at]), int(stretches.end[at])
         if store.marks is not None and (store.marks[start:end] & NOT_SUPERVISED).any():
             raise UserError(
                 f"{store.source}:{store.lines[store.record_at(start)]}: {end - start:,} tokens with a prompt or "

@@ -7,7 +7,7 @@ from typing import Literal
 
 import numpy as np
 
-from longstrand.data.documents import Parts
+from longstrand.data.documents import Stretches
 from longstrand.data.store import Store
 from longstrand.errors import UserError
 
@@ -59,59 +59,67 @@ def split_units(
     return part_of[entry_unit]
 
 
-def split_regions(parts: Parts, shares: tuple[float, float]) -> tuple[Parts, np.ndarray, np.ndarray]:
+def split_regions(
+    stretches: Stretches, shares: tuple[float, float]
+) -> tuple[Stretches, np.ndarray, np.ndarray]:
     """Cuts each stretch into train, validation and held-out, in this order: (pieces, the part of each, their origin).
 
     The held-out part is the last `shares[1]` of a stretch's letters (rounded down), validation what stands before it.
     """
-    held_out = (parts.lengths * shares[1]).astype(np.int64)
-    validation = (parts.lengths * shares[0]).astype(np.int64)
+    held_out = (stretches.lengths * shares[1]).astype(np.int64)
+    validation = (stretches.lengths * shares[0]).astype(np.int64)
     borders = np.stack(
-        [parts.start, parts.end - held_out - validation, parts.end - held_out, parts.end], axis=1
+        [stretches.start, stretches.end - held_out - validation, stretches.end - held_out, stretches.end],
+        axis=1,
     )
-    origin, part_of = np.repeat(np.arange(len(parts)), 3), np.tile([TRAIN, VALIDATION, HELD_OUT], len(parts))
+    origin, part_of = (
+        np.repeat(np.arange(len(stretches)), 3),
+        np.tile([TRAIN, VALIDATION, HELD_OUT], len(stretches)),
+    )
     start, end = borders[:, :3].ravel(), borders[:, 1:].ravel()
     kept = np.flatnonzero(end > start)
-    pieces = Parts(parts.store[origin], start, end, parts.turned[origin]).take(kept)
+    pieces = Stretches(stretches.store[origin], start, end, stretches.turned[origin]).take(kept)
     return pieces, part_of[kept], origin[kept]
 
 
-def records_of(stores: Sequence[Store], parts: Parts) -> np.ndarray:
-    """int64 per part: its record, counted over all stores."""
+def records_of(stores: Sequence[Store], stretches: Stretches) -> np.ndarray:
+    """int64 per stretch: its record, counted over all stores."""
     first = np.cumsum([0, *(store.num_records for store in stores)])
-    found = np.empty(len(parts), np.int64)
-    for index in np.unique(parts.store):
-        own = parts.store == index
-        found[own] = first[index] + np.searchsorted(stores[index].starts, parts.start[own], side="right") - 1
+    found = np.empty(len(stretches), np.int64)
+    for index in np.unique(stretches.store):
+        own = stretches.store == index
+        found[own] = (
+            first[index] + np.searchsorted(stores[index].starts, stretches.start[own], side="right") - 1
+        )
     return found
 
 
-def contents_of(stores: Sequence[Store], parts: Parts) -> np.ndarray:
-    """bytes16 per part: the hash of its whole record, equal for equal records on either strand."""
+def contents_of(stores: Sequence[Store], stretches: Stretches) -> np.ndarray:
+    """bytes16 per stretch: the hash of its whole record, equal for equal records on either strand."""
     contents = np.concatenate([store.content for store in stores])
-    return np.ascontiguousarray(contents[records_of(stores, parts)]).view("V16").ravel()
+    return np.ascontiguousarray(contents[records_of(stores, stretches)]).view("V16").ravel()
 
 
 def check_apart(
-    stores: Sequence[Store], parts: Parts, part_of: np.ndarray, names: Sequence[str] = PART_NAMES
+    stores: Sequence[Store], stretches: Stretches, part_of: np.ndarray, names: Sequence[str] = PART_NAMES
 ) -> None:
     """Asserts that no letter stands in two parts of the split: same record content, same place, either strand.
 
     Raises:
         UserError: two stretches that overlap, with both places.
     """
-    if not len(parts):
+    if not len(stretches):
         return
-    records = records_of(stores, parts)
+    records = records_of(stores, stretches)
     starts = np.concatenate([store.starts[:-1] for store in stores])
     lengths = np.concatenate([np.diff(store.starts) for store in stores])
     flipped = np.concatenate([store.flipped for store in stores])[records]
-    start, end = parts.start - starts[records], parts.end - starts[records]
+    start, end = stretches.start - starts[records], stretches.end - starts[records]
     start, end = (
         np.where(flipped, lengths[records] - end, start),
         np.where(flipped, lengths[records] - start, end),
     )
-    _, group = np.unique(contents_of(stores, parts), return_inverse=True)
+    _, group = np.unique(contents_of(stores, stretches), return_inverse=True)
     axis = group * (int(lengths.max()) + 1)
     order = np.argsort(start + axis, kind="stable")
     start, end, part = (start + axis)[order], (end + axis)[order], part_of[order]
@@ -121,15 +129,15 @@ def check_apart(
         if len(clash):
             later = int(clash[0])
             earlier = int(np.flatnonzero((part == one) & (end == reach[later - 1]))[0])
-            places = [_place(stores, parts, int(order[at])) for at in (earlier, later)]
+            places = [_place(stores, stretches, int(order[at])) for at in (earlier, later)]
             raise UserError(
                 f"data: {places[0]} ({names[part[earlier]]}) and {places[1]} ({names[part[later]]}) overlap; "
                 "training and evaluation must not share letters: change the regions or the split"
             )
 
 
-def _place(stores: Sequence[Store], parts: Parts, at: int) -> str:
-    store = stores[parts.store[at]]
-    record = store.record_at(int(parts.start[at]))
+def _place(stores: Sequence[Store], stretches: Stretches, at: int) -> str:
+    store = stores[stretches.store[at]]
+    record = store.record_at(int(stretches.start[at]))
     offset = int(store.starts[record])
-    return f"{store.source} {store.names[record]}:{parts.start[at] - offset + 1}-{parts.end[at] - offset}"
+    return f"{store.source} {store.names[record]}:{stretches.start[at] - offset + 1}-{stretches.end[at] - offset}"
