@@ -73,9 +73,8 @@ def expected_nats(model, *, lower_case_weight: float) -> tuple[float, float]:
             window = record[start : start + 64]
             if len(window) < 2:
                 continue
-            logprobs = model.token_logprobs(
-                Pack.from_documents([torch.tensor(list(window.upper().encode()))])
-            )
+            pack = Pack.from_documents([torch.tensor(list(window.upper().encode()))])
+            logprobs = model.token_logprobs(pack).detach()
             for place, letter in enumerate(window[1:]):
                 weight = 0.0 if letter == "N" else lower_case_weight if letter.islower() else 1.0
                 total -= weight * float(logprobs[place])

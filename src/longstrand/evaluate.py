@@ -96,8 +96,9 @@ def run_evaluation(
 ) -> Series:
     """`longstrand evaluate`: scores a model on files and prints a table, or JSON in nats.
 
-    The files are read as the run's recipe says (tokenizer, letters, families), a Hugging Face folder's with the
-    defaults. What the readers skip is counted below the table and under "skipped".
+    The files are read as the run's recipe says (tokenizer, letters, families), for a Hugging Face folder with the
+    defaults, and a run is scored with its own number of threads. What the readers skip is counted below the table
+    and under "skipped".
 
     Args:
         target: a run, one of its checkpoints, or a Hugging Face folder.
@@ -110,6 +111,8 @@ def run_evaluation(
         CheckFailed: a log-probability that is not finite.
     """
     trained = load_trained(target)
+    if trained.recipe is not None and trained.recipe.run.threads is not None:
+        torch.set_num_threads(trained.recipe.run.threads)
     held_out = _open_files(trained, data, length)
     documents = held_out.documents("held_out", length=length)
     progress = track(documents, "scoring", console=Console(stderr=True), transient=True, disable=as_json)
