@@ -14,7 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from functools import partial
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
@@ -72,6 +73,7 @@ class Recomputed:
     close: Callable[[], tuple[Tensor, Any]]
 
 
+@runtime_checkable
 class ScanLayer(Protocol):
     """What the scan asks of a layer; carries and their gradients are the layer's own business."""
 
@@ -124,12 +126,12 @@ def scan_layers(
 
 class _Scan(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, embedding: Tensor, anchor: Tensor, walk: _Walk) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, embedding: Tensor, anchor: Tensor, walk: _Walk) -> Tensor:
         ctx.walk = walk
         return walk.forward(keep=True)
 
     @staticmethod
-    def backward(ctx, d_mean: Tensor) -> tuple[Tensor | None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, d_mean: Tensor) -> tuple[Tensor | None, None, None]:
         return ctx.walk.backward(d_mean), None, None
 
 
@@ -195,9 +197,7 @@ class _Walk:
             choices, carries = self.choices.pop(index), self.carries.pop(index)
             if self.side.indexer == "warmup" and not layer.trains():
                 continue
-            opened = layer.reopen(
-                lambda tile, stream=stream: self._read(stream, tile), self.tiles, self.layout
-            )
+            opened = layer.reopen(partial(self._read, stream), self.tiles, self.layout)
             if dy is None:
                 source, dy = d_mean, d_mean.new_empty(len(d_mean), self.streams, d_mean.shape[1])
             else:

@@ -26,7 +26,7 @@ def load_model(
     Args:
         folder_or_config: a folder with `config.json` and safetensors; or a config file, its contents, or an
             `Architecture`, for which weights are drawn (the same for every dtype).
-        dtype: float64 makes every tensor float64; otherwise some small tensors stay float32 (`KEPT_FLOAT32`).
+        dtype: float64 makes every tensor float64; otherwise some small tensors stay float32 (`hf.names.keeps_float32`).
         seed, init: for drawn weights; see `draw_weights`.
 
     Raises:
@@ -48,9 +48,9 @@ def save_model(model: Model, folder: str | Path) -> Path:
 
 
 def _read_folder(folder: Path, dtype: torch.dtype, device: torch.device) -> Model:
-    from longstrand.model.hf import load_into, read_config
+    from longstrand.model.hf import load_into, read_architecture
 
-    model = Model(Architecture.from_hf(read_config(folder))).convert(dtype)
+    model = Model(read_architecture(folder)).convert(dtype)
     model.source = load_into(model, folder)
     return model.to(device)
 

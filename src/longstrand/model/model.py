@@ -13,20 +13,10 @@ from longstrand.data.pack import Pack
 from longstrand.memory.scan import SideLosses, scan_layers
 from longstrand.memory.tiles import PackLayout
 from longstrand.model.block import DsaLayer, KdaLayer
+from longstrand.model.hf.names import keeps_float32
 from longstrand.model.linear import Linear, Norm
 from longstrand.ops.logprob import token_logprobs
 from longstrand.ops.norm import rms_norm
-
-KEPT_FLOAT32 = (  # float32 in training and on disk, whatever the model's dtype
-    "A_log",
-    "dt_bias",
-    "conv1d.weight",
-    "hc_attn_base",
-    "hc_attn_scale",
-    "hc_ffn_base",
-    "hc_ffn_scale",
-    "e_score_correction_bias",
-)
 
 GROUPS = (  # first match wins
     ("embedding", ("embed_tokens.",)),
@@ -92,7 +82,7 @@ class Model(nn.Module):
 
     def groups(self) -> dict[str, list[str]]:
         """Parameter names by the group that a recipe trains or freezes."""
-        groups: dict[str, list[str]] = {name: [] for name, _ in GROUPS} | {"kda": [], "mla": []}
+        groups: dict[str, list[str]] = {name: [] for name in [*dict(GROUPS), "kda", "mla"]}
         for name, _ in self.named_parameters():
             groups[self._group(name)].append(name)
         return {group: names for group, names in groups.items() if names}
@@ -108,7 +98,7 @@ class Model(nn.Module):
         """Casts to a dtype; what is kept in float32 stays so (float64 casts everything). Gradients are float32."""
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         for name, tensor in [*self.named_parameters(), *self.named_buffers()]:
-            tensor.data = tensor.data.to(wide if name.endswith(KEPT_FLOAT32) else dtype)
+            tensor.data = tensor.data.to(wide if keeps_float32(name) else dtype)
             if isinstance(tensor, nn.Parameter):
                 tensor.grad_dtype = wide
         return self

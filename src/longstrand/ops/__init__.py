@@ -1,1 +1,1 @@
-"""Pure tensor functions, one folder each: definition, portable form, cases. Nothing here communicates or owns weights."""
+"""Pure tensor functions, one folder each: definition, portable form, cases. Nothing here communicates."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -13,14 +15,14 @@ class _RmsNorm(torch.autograd.Function):
     """y = x / sqrt(mean(x^2) + eps) * w, with one saved scalar per row."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, eps: float) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         xw = wide(x)
         rstd = torch.rsqrt(xw.square().mean(-1, keepdim=True) + eps)
         ctx.save_for_backward(x, weight, rstd)
         return weight * (xw * rstd).to(x.dtype)
 
     @staticmethod
-    def backward(ctx, dy: Tensor) -> tuple[Tensor, Tensor | None, None]:  # type: ignore[override]
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None, None]:
         x, weight, rstd = ctx.saved_tensors
         normed = wide(x) * rstd
         dyw = wide(dy)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -9,14 +11,14 @@ from torch import Tensor
 
 class _SwiGlu(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, gate: Tensor, up: Tensor, limit: float) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, gate: Tensor, up: Tensor, limit: float) -> Tensor:
         ctx.save_for_backward(gate, up)
         ctx.limit = limit
         gate = gate.clamp(max=limit)
         return torch.sigmoid(gate).mul_(gate).mul_(up.clamp(-limit, limit))
 
     @staticmethod
-    def backward(ctx, dy: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
         gate, up = ctx.saved_tensors
         limit = ctx.limit
         gate_c, up_c = gate.clamp(max=limit), up.clamp(-limit, limit)

@@ -76,7 +76,9 @@ def pool_masses(
         yield pools, torch.where(attention.complete[:, None] > 0, share, 0)
 
 
-def _complete_blocks(q, latents, first_pool, num_visible, kpool, scale):  # type: ignore[no-untyped-def]
+def _complete_blocks(
+    q: Tensor, latents: Tensor, first_pool: Tensor, num_visible: Tensor, kpool: int, scale: float
+) -> Iterator[tuple[slice, Tensor]]:
     """Yields (pools, scores [T, H, pools x kpool]) with -inf where a row does not see the pool."""
     low = torch.promote_types(q.dtype, torch.float32)
     begin, end = int(first_pool.min()), int((first_pool + num_visible).max())

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -11,7 +14,9 @@ GATHER_BYTES = 4 << 20
 
 class _SelectedLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, weights, keys, d_keys, pools, target):  # type: ignore[no-untyped-def, override]
+    def forward(
+        ctx: Any, q: Tensor, weights: Tensor, keys: Tensor, d_keys: Tensor, pools: Tensor, target: Tensor
+    ) -> Tensor:
         ctx.save_for_backward(q, weights, keys, d_keys, pools, target)
         loss = q.new_zeros(())
         for rows, gathered, _ in _blocks(q, keys, pools):
@@ -22,7 +27,7 @@ class _SelectedLoss(torch.autograd.Function):
         return loss
 
     @staticmethod
-    def backward(ctx, d_loss):  # type: ignore[no-untyped-def, override]
+    def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor | None, ...]:
         q, weights, keys, d_keys, pools, target = ctx.saved_tensors
         dq, d_weights = torch.empty_like(q), torch.empty_like(weights)
         for rows, gathered, ids in _blocks(q, keys, pools):
@@ -38,7 +43,7 @@ class _SelectedLoss(torch.autograd.Function):
         return dq, d_weights, None, None, None, None
 
 
-def _blocks(q, keys, pools):  # type: ignore[no-untyped-def]
+def _blocks(q: Tensor, keys: Tensor, pools: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
     step = max(1, GATHER_BYTES // (pools.shape[1] * keys.shape[1] * q.element_size()))
     for start in range(0, len(q), step):
         rows = slice(start, start + step)

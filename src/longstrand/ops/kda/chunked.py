@@ -8,6 +8,8 @@ no masked entry is exponentiated.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float
@@ -27,7 +29,7 @@ class _UnitLowerInverse(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, lower: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, lower: Tensor) -> Tensor:
         size = lower.shape[-1]
         rows = lower.reshape(-1, size, size).permute(1, 2, 0).contiguous()  # C C N: N last is contiguous work
         half = size // 2
@@ -42,7 +44,7 @@ class _UnitLowerInverse(torch.autograd.Function):
         return solved.view_as(lower)
 
     @staticmethod
-    def backward(ctx, d_inverse: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: Any, d_inverse: Tensor) -> Tensor:
         (solved,) = ctx.saved_tensors
         grad = d_inverse.reshape(solved.shape)
         return (-(solved.mT @ grad @ solved.mT)).tril_(-1).view_as(d_inverse)
@@ -67,7 +69,9 @@ class _StateScan(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, w, u, k_out, decay, state):  # type: ignore[no-untyped-def, override]
+    def forward(
+        ctx: Any, w: Tensor, u: Tensor, k_out: Tensor, decay: Tensor, state: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         num_chunks = w.shape[0]
         states = u.new_empty(num_chunks + 1, *state.shape)
         v_new = torch.empty_like(u)
@@ -82,7 +86,7 @@ class _StateScan(torch.autograd.Function):
         return states[:-1], v_new, states[-1].clone()
 
     @staticmethod
-    def backward(ctx, d_states, d_v_new, d_last):  # type: ignore[no-untyped-def, override]
+    def backward(ctx: Any, d_states: Tensor, d_v_new: Tensor, d_last: Tensor) -> tuple[Tensor, ...]:
         w, k_out, decay, states, v_new = ctx.saved_tensors
         num_chunks = w.shape[0]
         d_next = torch.empty_like(states)  # gradient of the state after each chunk, then of the first

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -16,7 +17,7 @@ VOCABULARY_BLOCK = 16384
 
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         normaliser = hidden.new_empty(len(hidden), dtype=wide_dtype(hidden.dtype))
         picked = torch.zeros_like(normaliser)
         for rows in _slices(len(hidden), TOKEN_BLOCK):
@@ -31,7 +32,7 @@ class _TokenLogprobs(torch.autograd.Function):
         return (picked - normaliser).masked_fill(targets < 0, 0)
 
     @staticmethod
-    def backward(ctx, d_logprobs: Tensor) -> tuple[Tensor | None, Tensor | None, None]:  # type: ignore[override]
+    def backward(ctx: Any, d_logprobs: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         hidden, weight, targets, normaliser = ctx.saved_tensors
         d_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         d_weight = None

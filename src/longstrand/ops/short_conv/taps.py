@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
@@ -12,21 +14,22 @@ class _Taps(torch.autograd.Function):
     """sum_j w[J-1-j] x_{t-j}, taps that reach before the document left out; inputs `joined` hold the J-1 before."""
 
     @staticmethod
-    def forward(ctx, joined: Tensor, weight: Tensor, inside: list[Tensor | None]) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, joined: Tensor, weight: Tensor, inside: list[Tensor | None]) -> Tensor:
         taps = weight.shape[1]
         length = joined.shape[1] - (taps - 1)
         out = joined[:, taps - 1 :] * weight[:, taps - 1]
         for lag in range(1, taps):
             shifted = joined[:, taps - 1 - lag : taps - 1 - lag + length]
-            if inside[lag] is not None:
-                shifted = shifted * inside[lag]
+            mask = inside[lag]
+            if mask is not None:
+                shifted = shifted * mask
             out.addcmul_(shifted, weight[:, taps - 1 - lag])
         ctx.save_for_backward(joined, weight)
         ctx.inside = inside
         return out
 
     @staticmethod
-    def backward(ctx, dy: Tensor) -> tuple[Tensor, Tensor | None, None]:  # type: ignore[override]
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None, None]:
         joined, weight = ctx.saved_tensors
         taps, length = weight.shape[1], dy.shape[1]
         d_joined = torch.zeros_like(joined)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -13,7 +16,16 @@ GATHER_BYTES = (
 
 class _SparseAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, latents, d_latents, pools, slots, kpool, scale):  # type: ignore[no-untyped-def, override]
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        latents: Tensor,
+        d_latents: Tensor | None,
+        pools: Tensor,
+        slots: Tensor,
+        kpool: int,
+        scale: float,
+    ) -> tuple[Tensor, Tensor]:
         out = torch.empty_like(q)
         mass = q.new_empty(pools.shape, dtype=torch.promote_types(q.dtype, torch.float32))
         for rows, gathered, _, hidden in _blocks(q, latents, pools, slots, kpool):
@@ -27,7 +39,7 @@ class _SparseAttention(torch.autograd.Function):
         return out, mass
 
     @staticmethod
-    def backward(ctx, d_out, _):  # type: ignore[no-untyped-def, override]
+    def backward(ctx: Any, d_out: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         q, latents, d_latents, pools, slots = ctx.saved_tensors
         kpool, scale = ctx.kpool, ctx.scale
         dq = torch.empty_like(q)
@@ -45,7 +57,9 @@ class _SparseAttention(torch.autograd.Function):
         return dq, None, None, None, None, None, None
 
 
-def _blocks(q, latents, pools, slots, kpool):  # type: ignore[no-untyped-def]
+def _blocks(
+    q: Tensor, latents: Tensor, pools: Tensor, slots: Tensor, kpool: int
+) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
     """Yields per block of queries: its rows, latents [t, (I + 1) kpool, L], pool ids flat, what is hidden [t, 1, N]."""
     width = latents.shape[-1]
     by_pool = latents.view(-1, kpool * width)

@@ -37,7 +37,8 @@ def sparse_attention_reference(
         probabilities = torch.softmax(scale * q[t] @ seen.T, dim=-1)  # H N
         outputs.append(probabilities @ seen)
         mass = probabilities.new_zeros(pools.shape[1])
-        for i, pool in enumerate(pool for pool in pools[t] if pool >= 0):
-            mass[i] = probabilities[:, i * kpool : (i + 1) * kpool].sum()
+        used = [i for i, pool in enumerate(pools[t]) if pool >= 0]
+        for rank, i in enumerate(used):
+            mass[i] = probabilities[:, rank * kpool : (rank + 1) * kpool].sum()
         masses.append(mass)
     return torch.stack(outputs), torch.stack(masses)
