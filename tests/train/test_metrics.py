@@ -37,9 +37,13 @@ def test_each_line_can_be_read_as_soon_as_it_is_written_and_goes_to_every_sink(t
 
 def test_a_full_disk_is_said_with_the_step(tmp_path):
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
-    with pytest.raises(RunFailed, match=r"metrics\.jsonl: step 4 cannot be written \(No space left on device\)"):
-        with Metrics(tmp_path, []) as metrics:
-            metrics.write({"step": 4})
+    with (
+        pytest.raises(
+            RunFailed, match=r"metrics\.jsonl: step 4 cannot be written \(No space left on device\)"
+        ),
+        Metrics(tmp_path, []) as metrics,
+    ):
+        metrics.write({"step": 4})
 
 
 def test_lines_after_the_step_and_a_torn_one_are_cut_and_missing_ones_counted(tmp_path):

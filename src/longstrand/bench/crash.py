@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
@@ -172,7 +171,7 @@ def draw(rng: random.Random, reference: Watched, during_save: bool) -> Moment:
         return Moment(rng.uniform(0, reference.seconds))
     durations = [duration for _, duration in reference.saves]
     save = rng.choices(range(len(durations)), weights=durations)[0]
-    return Moment(rng.uniform(0, median(durations)), save)
+    return Moment(rng.uniform(0, durations[save]), save)
 
 
 def write_inputs(folder: Path, steps: int) -> Path:

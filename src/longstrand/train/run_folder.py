@@ -11,12 +11,10 @@ from typing import Any
 
 import torch
 
-import longstrand
 from longstrand.atomic import write_atomic
-from longstrand.config import ModelSection, Recipe, Source, dump_toml, load_recipe
+from longstrand.config import Recipe, Source, dump_toml, load_recipe
 from longstrand.errors import UserError
 
-_SHIPPED = Path(longstrand.__file__).parent / "configs"
 MAY_CHANGE = {"run.out", "train.steps"}
 """Settings that a resumed run may have otherwise than the run it goes on with."""
 
@@ -106,26 +104,6 @@ def resolve_recipe(recipe: Recipe) -> Recipe:
             ),
         }
     )
-
-
-def model_source(model: ModelSection) -> Path:
-    """The folder or config file that a recipe's model stands for.
-
-    Raises:
-        UserError: no such file, and no shipped config of that name.
-    """
-    if model.path is not None:
-        return Path(model.path)
-    shipped = {path.name.removesuffix(".json"): path for path in _SHIPPED.glob("*.json")}
-    path = Path(str(model.config))
-    if path.exists():
-        return path
-    if str(model.config) not in shipped:
-        raise UserError(
-            f"model.config = {model.config}: no such file, and no shipped config; shipped are "
-            f"{', '.join(sorted(shipped))}"
-        )
-    return shipped[str(model.config)]
 
 
 def _resolve_source(source: Source) -> Source:

@@ -22,7 +22,6 @@ from longstrand.train.optimizer import Optimizer, freeze_all_but, trained_names
 from longstrand.train.progress import Progress, logged_to
 from longstrand.train.run_folder import (
     check_unused,
-    model_source,
     open_run,
     resolve_recipe,
     resume_command,
@@ -32,9 +31,9 @@ from longstrand.train.saving import Training, restore, save
 from longstrand.train.signals import Stopped, StopRequests
 from longstrand.train.step import take_step
 from longstrand.train.timing import StepTimer
+from longstrand.trained import model_source
 
 _log = logging.getLogger(__name__)
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
 def train(recipe: Recipe, *, resume: bool = False, dry_run: bool = False) -> Path:
@@ -103,7 +102,7 @@ def prepare(recipe: Recipe) -> Training:
     if recipe.run.threads is not None:
         torch.set_num_threads(recipe.run.threads)
     torch.manual_seed(recipe.run.seed)
-    source, dtype = model_source(recipe.model), _DTYPES[recipe.run.dtype]
+    source, dtype = model_source(recipe.model), getattr(torch, recipe.run.dtype)
     data = open_data(recipe.data, seed=recipe.run.seed, model_folder=source if source.is_dir() else None)
     loader = data.train_loader(recipe.train.sequences_per_step)
     model = load_model(source, dtype, seed=recipe.run.seed, init=recipe.model.init)
