@@ -41,6 +41,10 @@ def how_to_read(unit: Unit, has_control: bool) -> list[str]:
 
 def limits(run: RunFolder, findings: Findings) -> list[str]:
     """What the numbers do not show, as far as the run folder tells."""
+    return [*_limits_of_data(run), *(_limits_of_gain(findings) if findings.gain is not None else [])]
+
+
+def _limits_of_data(run: RunFolder) -> list[str]:
     sentences: list[str] = []
     families, split = run.setting("data", "families"), run.setting("data", "split")
     if isinstance(families, dict):
@@ -71,19 +75,20 @@ def limits(run: RunFolder, findings: Findings) -> list[str]:
             "The loss is on the validation part, on which choices may have been made; it is not a held-out "
             "result."
         )
-    if findings.gain is not None and findings.control is None:
-        sentences.append("No control was evaluated: what in the context makes the gain is not shown.")
-    if findings.gain is not None and findings.gain.overall.sequences < FEW_SEQUENCES:
-        sentences.append(
-            f"Only {count(findings.gain.overall.sequences)} sequences were scored: intervals from so few are "
-            "rough."
-        )
-    if findings.gain is not None:
-        sentences.append(
-            "Sequences of one family, or windows of one genome, are not independent of each other: intervals "
-            "over sequences may be too narrow for that."
-        )
-        sentences.append(
-            "This is one training run with one seed; another may differ by more than the intervals say."
-        )
     return sentences
+
+
+def _limits_of_gain(findings: Findings) -> list[str]:
+    sequences = findings.gain.overall.sequences if findings.gain is not None else 0
+    sentences: list[str] = []
+    if findings.control is None:
+        sentences.append("No control was evaluated: what in the context makes the gain is not shown.")
+    if sequences < FEW_SEQUENCES:
+        noun = "sequence was" if sequences == 1 else "sequences were"
+        sentences.append(f"Only {count(sequences)} {noun} scored: intervals from so few are rough.")
+    return [
+        *sentences,
+        "Sequences of one family, or windows of one genome, are not independent of each other: intervals over "
+        "sequences may be too narrow for that.",
+        "This is one training run with one seed; another may differ by more than the intervals say.",
+    ]
