@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from longstrand.bench.figures import show
 from longstrand.ops.kda import kda, kda_reference
 
 LIMIT = 1e-4
@@ -83,6 +84,11 @@ def measure(lengths: tuple[int, ...] = LENGTHS) -> list[dict[str, Any]]:
             }
         )
     return records
+
+
+def main(arguments: list[str]) -> int:
+    """`longstrand bench repeats [LENGTH ...]`."""
+    return show(measure(tuple(map(int, arguments)) or LENGTHS))
 
 
 def _inputs(batch: list[RepeatCase], seed: int) -> dict[str, list[Tensor]]:

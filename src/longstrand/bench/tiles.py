@@ -22,6 +22,7 @@ from longstrand.bench._small_models import (
     train_only,
     upstream,
 )
+from longstrand.bench.figures import show
 from longstrand.data.pack import Pack
 from longstrand.memory import SideLosses
 from longstrand.model import Model
@@ -138,8 +139,6 @@ def measure() -> list[dict[str, Any]]:
 
 def main(arguments: list[str]) -> int:
     """`longstrand bench tiles`."""
-    from longstrand.bench.figures import show
-
     return show(measure())
 
 
