@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import pkgutil
 from pathlib import Path
 from typing import Annotated
 
@@ -137,10 +136,8 @@ def demo(
     add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True}
 )
 def bench(context: typer.Context) -> None:
-    """Measure speed and memory: longstrand bench NAME ..."""
-    import longstrand.bench
-
-    names = [m.name for m in pkgutil.iter_modules(longstrand.bench.__path__) if not m.name.startswith("_")]
+    """Measure against a reference: longstrand bench NAME ..."""
+    names = _measurements()
     name = context.args[0] if context.args else ""
     if name not in names:
         raise UserError(f"bench {name}: no such measurement; one of: {', '.join(names)}")
@@ -178,3 +175,9 @@ def _tokens(option: str, text: str) -> int:
     if tokens < 2:
         raise UserError(f"{option} {text}: must be at least 2 tokens")
     return tokens
+
+
+def _measurements() -> list[str]:
+    """Modules of `bench` that have a `main`, found without importing them: that would load torch and more."""
+    folder = Path(longstrand.__file__).parent / "bench"
+    return sorted(path.stem for path in folder.glob("[a-z]*.py") if "\ndef main(" in path.read_text("utf-8"))
