@@ -196,6 +196,17 @@ def test_equal_records_are_never_split_even_on_the_other_strand(tmp_path: Path) 
         assert len(sides[0]) + len(sides[1]) + len(sides[2]) == len(sides[0] | sides[1] | sides[2]) == 12
 
 
+def test_copies_of_a_file_and_records_of_one_name_are_all_kept(tmp_path: Path) -> None:
+    text = ">g 1\nACGTAC\n>g 2\nGGGTTT\n>g 1\nACGTAC\n"
+    for name in ("a.fa", "b.fa"):
+        (tmp_path / name).write_text(text)
+    data = opened(tmp_path, tmp_path / "*.fa", length=10)
+    assert texts(data.documents("train")) == ["ACGTAC", "GGGTTT", "ACGTAC"] * 2
+    source = data.ledger.as_dict()["sources"][0]
+    assert source["letters"] == 36 and source["split"]["train"]["records"] == 6
+    assert [Path(file["path"]).name for file in source["files"]] == ["a.fa", "b.fa"]
+
+
 def test_the_other_strand_turns_masks_with_their_letters(tmp_path: Path) -> None:
     text = "AACCNNGTacgtTTAGNC" * 4
     path = write(tmp_path / "x.fa", {"a": text})

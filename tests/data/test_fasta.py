@@ -179,6 +179,16 @@ def test_a_bad_file_is_one_line_that_names_it(tmp_path: Path, kind: str) -> None
     assert said in message and str(path) in message and "\n" not in message
 
 
+def test_a_greater_than_inside_a_line_starts_no_record_at_a_blocks_border_either(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "x.fa"
+    path.write_bytes(b">a\nACGT>b\n")
+    monkeypatch.setattr(compressed, "_READ_BYTES", 7)
+    with pytest.raises(UserError, match=":2: '>'"):
+        read(path)
+
+
 def test_an_absent_file_and_a_folder_are_named(tmp_path: Path) -> None:
     for path, said in ((tmp_path / "no.fa", "No such file"), (tmp_path, "not a regular file")):
         with pytest.raises(UserError, match=said):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,6 +20,8 @@ from longstrand.data.splits import TRAIN, contents_of, records_of, split_regions
 from longstrand.data.store import Store
 from longstrand.data.tokens import TextTokenizer
 from longstrand.errors import UserError
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -112,7 +115,7 @@ def tokenized(selection: Selection, tokenizer: TextTokenizer, policy: LetterPoli
 def _open_source(
     source: Source, section: DataSection, cache: Path, tokenizer: TextTokenizer | None, stores: list[Store]
 ) -> tuple[Input, Stretches]:
-    """Opens one source's files, appending to `stores` those that no source before it named."""
+    """Opens one source's files, appending them to `stores`."""
     paths = _expand(source.path)
     kinds = {path: kind_of_file(path) if source.format == "auto" else source.format for path in paths}
     kind = kinds[paths[0]]
@@ -122,22 +125,14 @@ def _open_source(
             "give each kind a source of its own"
         )
     _refuse_settings(source, section, kind)
-    indices, opened = [], []
-    for path in paths:
-        store = (
-            open_fasta(path, cache)
-            if kind == "fasta"
-            else open_jsonl(path, cache, tokenizer, kind == "tokens")
-        )
-        known = [index for index, other_store in enumerate(stores) if other_store.digest == store.digest]
-        if not known:
-            known = [len(stores)]
-            stores.append(store)
-        if known[0] not in indices:
-            indices.append(known[0])
-            opened.append(store)
+    opened = [
+        open_fasta(path, cache) if kind == "fasta" else open_jsonl(path, cache, tokenizer, kind == "tokens")
+        for path in paths
+    ]
+    indices = range(len(stores), len(stores) + len(opened))
+    stores += opened
     stretches, named_twice = _choose(source, opened)
-    stretches = replace(stretches, store=np.array(indices, np.int64)[stretches.store])
+    stretches = replace(stretches, store=stretches.store + indices.start)
     num_values = sum(len(store.values) for store in opened)
     return Input(source, kind, tuple(indices), num_values, named_twice), stretches
 
@@ -192,6 +187,7 @@ def _with_families(section: DataSection, selection: Selection) -> Selection:
         selection.stores[store].values[start:end]
         for store, start, end in zip(stretches.store, stretches.start, stretches.end, strict=True)
     ]
+    _log.info("looking for families: %d records, %d letters", len(views), stretches.lengths.sum())
     families = find_families(views, k)
     turned = families.turned if section.families is not None else stretches.turned
     return replace(

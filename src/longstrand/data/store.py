@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
+import logging
 import os
 import shutil
 import tempfile
@@ -20,6 +21,8 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from longstrand.errors import UserError
+
+_log = logging.getLogger(__name__)
 
 VERSION = 1
 HAS_N, HAS_LOWER, NOT_SUPERVISED = 1, 2, 4
@@ -112,6 +115,7 @@ def open_store(
         with open(folder.parent / f".{digest}.lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if _open(folder, source, digest, dtype) is None:  # no other process was first
+                _log.info("reading %s; it is kept in %s", source, folder)
                 _build(folder, dtype, build)
     except OSError as error:
         raise UserError(
