@@ -3,8 +3,10 @@
 import io
 import logging
 
+import pytest
 from rich.console import Console
 
+from longstrand.errors import RunFailed
 from longstrand.train import progress
 from longstrand.train.progress import Progress, describe, logged_to
 
@@ -61,3 +63,11 @@ def test_the_log_goes_to_console_and_file_and_leaves_nothing_behind(tmp_path):
         "WARNING a line that is longer than the console [is wide]", "INFO plain",
     ]  # fmt: skip
     assert (logger.level, list(logger.handlers)) == before
+
+
+def test_what_ends_the_run_stands_in_the_file(tmp_path):
+    out = io.StringIO()
+    with pytest.raises(RunFailed), logged_to(Console(file=out), tmp_path / "log.txt"):
+        raise RunFailed("the disk is full; make room")
+    assert (tmp_path / "log.txt").read_text().endswith("ERROR the disk is full; make room\n")
+    assert out.getvalue() == ""

@@ -253,10 +253,12 @@ def test_a_signal_during_an_evaluation_leaves_at_once(tmp_path, monkeypatch):
     assert not (tmp_path / "run/metrics.jsonl").exists()
 
 
-def test_tensorboard_holds_what_the_metrics_hold(tmp_path):
+def test_tensorboard_holds_what_the_metrics_hold_also_after_going_back_to_a_checkpoint(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    run = train(recipe_in(tmp_path, "train.steps=2", 'run.sinks=["tensorboard"]'))
+    run = train(recipe_in(tmp_path, "train.steps=2", 'run.sinks=["tensorboard"]', "evaluate.before=false"))
+    shutil.rmtree(run / "checkpoints/step_000002")
+    _resume(run)
     events = EventAccumulator(str(run / "tensorboard"))
     events.Reload()
     assert "step" not in events.Tags()["scalars"]

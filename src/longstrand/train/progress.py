@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.progress import Progress as Bar
 
-from longstrand.errors import UserError
+from longstrand.errors import LongstrandError, UserError
 
 PLAIN_EVERY_SECONDS = 5.0
 
@@ -64,19 +64,23 @@ class Progress:
 def logged_to(console: Console, file: Path | None) -> Iterator[None]:
     """Sends the log of all of longstrand to the console and, with its time, to a file.
 
+    What ends the run is written to the file only: the command says it once more itself.
+
     Raises:
         UserError: the file cannot be written.
     """
     logger = logging.getLogger("longstrand")
-    level, handlers = (
-        logger.level,
-        [_ConsoleHandler(console), *([] if file is None else [_file_handler(file)])],
-    )
+    level = logger.level
+    in_file = logging.NullHandler() if file is None else _file_handler(file)
+    handlers = (_ConsoleHandler(console), in_file)
     logger.setLevel(logging.INFO)
     for handler in handlers:
         logger.addHandler(handler)
     try:
         yield
+    except LongstrandError as error:
+        in_file.handle(logger.makeRecord(logger.name, logging.ERROR, "", 0, str(error), (), None))
+        raise
     finally:
         logger.setLevel(level)
         for handler in handlers:
