@@ -88,7 +88,7 @@ class ScanLayer(Protocol):
     ) -> tuple[Tensor, Any]:
         """Output and next carry of one tile; fills in its choices."""
 
-    def reopen(self, read: Callable[[Tile], Tensor], tiles: Sequence[Tile], layout: PackLayout) -> Any:
+    def reopen(self, read: Callable[[Tile], Tensor], layout: PackLayout, tile_size: int) -> Any:
         """Rebuilds what backward needs of all tiles at once; its result goes to `recompute_tile`."""
 
     def recompute_tile(
@@ -115,7 +115,7 @@ def scan_layers(
     Differentiable by `.backward()`: the parameters of `layers` accumulate their gradients while the scan walks back;
     `autograd.grad` sees only the embedding. Under `no_grad` nothing is kept.
     """
-    walk = _Walk(embedding, tokens, layers, layout, streams, layout.tiles(tile), side)
+    walk = _Walk(embedding, tokens, layers, layout, streams, tile, side)
     trains = any(layer.trains() for layer in layers) or embedding.requires_grad
     if not (torch.is_grad_enabled() and trains):
         with torch.no_grad():
@@ -145,12 +145,12 @@ class _Walk:
         layers: Sequence[ScanLayer],
         layout: PackLayout,
         streams: int,
-        tiles: list[Tile],
+        tile_size: int,
         side: SideLosses,
     ) -> None:
         self.embedding, self.tokens, self.layers = embedding.detach(), tokens, layers
         self.trains_embedding = embedding.requires_grad
-        self.layout, self.streams, self.tiles, self.side = layout, streams, tiles, side
+        self.layout, self.streams, self.tile_size, self.side = layout, streams, tile_size, side
         self.inputs: dict[int, Tensor] = {}
         self.carries: dict[int, list[Any]] = {}
         self.choices: dict[int, Choices] = {}
@@ -178,7 +178,7 @@ class _Walk:
         choices = layer.new_choices(self.layout.num_tokens, out.device, self.choices.get(index - 1, {}))
         self.choices[index] = choices
         carry, carries = layer.start(self.layout), []
-        for tile in self.tiles:
+        for tile in self.layout.tiles(self.tile_size):
             carries.append(carry)
             rows = {name: value[tile.rows] for name, value in choices.items()}
             y, carry = layer.forward_tile(self._read(stream, tile), tile, carry, rows, self.side)
@@ -197,13 +197,13 @@ class _Walk:
             choices, carries = self.choices.pop(index), self.carries.pop(index)
             if self.side.indexer == "warmup" and not layer.trains():
                 continue
-            opened = layer.reopen(partial(self._read, stream), self.tiles, self.layout)
+            opened = layer.reopen(partial(self._read, stream), self.layout, self.tile_size)
             if dy is None:
                 source, dy = d_mean, d_mean.new_empty(len(d_mean), self.streams, d_mean.shape[1])
             else:
                 source = dy
             d_carry = None
-            for tile in reversed(self.tiles):
+            for tile in self.layout.tiles_back(self.tile_size):
                 rows = {name: value[tile.rows] for name, value in choices.items()}
                 done = layer.recompute_tile(
                     self._read(stream, tile), tile, carries.pop(), d_carry, rows, opened, self.side
@@ -230,7 +230,7 @@ class _Walk:
 
     def _embedding_gradient(self, dx: Tensor) -> Tensor:
         grad = torch.zeros_like(self.embedding, dtype=torch.promote_types(dx.dtype, torch.float32))
-        for tile in self.tiles:
+        for tile in self.layout.tiles(self.tile_size):
             grad.index_add_(0, self.tokens[tile.rows], dx[tile.rows].to(grad.dtype).sum(dim=1))
         return grad
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -62,7 +63,12 @@ class PackLayout:
             first=first if bool(first.any()) else None,
         )
 
-    def tiles(self, size: int) -> list[Tile]:
-        """All tiles of at most `size` tokens."""
-        bounds = range(0, self.num_tokens, size)
-        return [self.tile(start, min(start + size, self.num_tokens)) for start in bounds]
+    def tiles(self, size: int) -> Iterator[Tile]:
+        """All tiles of at most `size` tokens, first to last."""
+        for start in range(0, self.num_tokens, size):
+            yield self.tile(start, min(start + size, self.num_tokens))
+
+    def tiles_back(self, size: int) -> Iterator[Tile]:
+        """The same tiles, last to first."""
+        for start in reversed(range(0, self.num_tokens, size)):
+            yield self.tile(start, min(start + size, self.num_tokens))

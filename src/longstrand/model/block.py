@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -143,7 +143,7 @@ class KdaLayer(_Layer):
         out, carry = self.self_attn(h, tile, carry)
         return self._choose_and_feed_forward(mhc_update(x, out, post, comb), choices, side), carry
 
-    def reopen(self, read: Callable[[Tile], Tensor], tiles: Sequence[Tile], layout: PackLayout) -> None:
+    def reopen(self, read: Callable[[Tile], Tensor], layout: PackLayout, tile_size: int) -> None:
         return None
 
     @torch.enable_grad()
@@ -211,10 +211,10 @@ class DsaLayer(_Layer):
         x = mhc_update(x, attention.project(out), post, comb)
         return self._choose_and_feed_forward(x, choices, side), carry
 
-    def reopen(self, read: Callable[[Tile], Tensor], tiles: Sequence[Tile], layout: PackLayout) -> _Opened:
+    def reopen(self, read: Callable[[Tile], Tensor], layout: PackLayout, tile_size: int) -> _Opened:
         attention, carry, carries = self.self_attn, self.start(layout), {}
         with torch.no_grad():
-            for tile in tiles:
+            for tile in layout.tiles(tile_size):
                 carries[tile.start] = carry
                 carry = attention.append(self._enter_mixer(read(tile))[0], tile, carry)
         return _Opened(
