@@ -35,7 +35,9 @@ def forbidden(opened) -> set[str]:
     recipe, data = opened
     orders = ("relatives", "strangers")
     scored = [t for o in orders for t in letters(data.documents("held_out", order=o))]
-    return {k for text in scored for strand in (text, text.translate(OTHER_STRAND)[::-1]) for k in kmers(strand)}
+    return {
+        k for text in scored for strand in (text, text.translate(OTHER_STRAND)[::-1]) for k in kmers(strand)
+    }
 
 
 def test_no_held_out_kmer_is_trained_on_or_seen_in_a_choice(opened, forbidden: set[str]):

@@ -25,7 +25,9 @@ def run_demo(out: Path, seeds: int = 1) -> Path:
         report.html of the first seed.
     """
     folders = demo_folders(Path(out), seeds)
-    reports = [write_report(train(demo_recipe(folder, seed), resume=True)) for seed, folder in enumerate(folders)]
+    reports = [
+        write_report(train(demo_recipe(folder, seed), resume=True)) for seed, folder in enumerate(folders)
+    ]
     return reports[0]
 
 
