@@ -12,6 +12,7 @@ from longstrand.cli import main
 from longstrand.config import Recipe, example_recipe, load_recipe
 from longstrand.doctor import examine
 from longstrand.errors import CheckFailed, RunFailed, UserError
+from longstrand.train.signals import Stopped
 
 
 @dataclass
@@ -95,6 +96,7 @@ def test_debug_shows_the_traceback_and_keeps_the_code(call):
             1,
             "error: out/x: Permission denied; check the path",
         ),
+        (Stopped(15, "saved at step 3"), 143, "stopped by SIGTERM: saved at step 3\n"),
         (MemoryError(), 1, "error: out of memory; lower memory.tile or data.length"),
     ],
 )
@@ -104,7 +106,7 @@ def test_every_kind_of_error_has_its_exit_code(call, monkeypatch, error, code, s
 
     monkeypatch.setattr("longstrand.cli.commands.load_recipe", fail)
     called = call("train", "human_x")
-    assert called.code == code and says in called.err and called.err.count("\n") == 1
+    assert called.code == code and called.err.startswith(says) and called.err.count("\n") == 1
 
 
 def test_an_interrupt_that_reaches_the_command_line_is_code_130(call, monkeypatch):

@@ -11,7 +11,7 @@ import longstrand
 
 SOURCE = Path(longstrand.__file__).parent
 FILES = sorted(SOURCE.rglob("*.py"))
-VAGUE = {"utils", "util", "common", "helpers", "helper", "misc", "manager", "handler", "factory"}
+VAGUE = {"utils", "util", "common", "misc", "manager", "handler", "factory"}
 
 
 @pytest.mark.parametrize("module", ["config", "architecture", "errors", "report", "cli", "doctor"])

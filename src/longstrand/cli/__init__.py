@@ -30,7 +30,8 @@ def main() -> None:
 def _refuse(error: LongstrandError, debug: bool) -> None:
     if debug:
         traceback.print_exc()
-    typer.echo("error: " + " ".join(str(error).split("\n")), err=True)
+    kind = "" if error.exit_code > 128 else "error: "  # a run that a signal stopped did as it was told
+    typer.echo(kind + " ".join(str(error).split("\n")), err=True)
     sys.exit(error.exit_code)
 
 
