@@ -1,6 +1,7 @@
 # Every target makes .venv itself on a machine with Python 3.11 or newer; a second call starts at once.
 #
 #   make demo | test | check | bench | figures [ISSUE=A] [ONLY=name] [DATA=folder]
+#   make checkpoint   trains the demo's checkpoint again (about half an hour; a second call goes on where it stopped)
 #
 #   PYTHON=python3.12      another interpreter
 #   TORCH_INDEX=URL        take torch from another index, such as https://download.pytorch.org/whl/cpu
@@ -25,7 +26,7 @@ CONSTRAINTS := $(VENV)/constraints.txt
 # One core is one thread: tests, figures and resumed runs are compared at a fixed number of threads.
 export OMP_NUM_THREADS := 1
 
-.PHONY: demo test check bench figures
+.PHONY: demo test check bench figures checkpoint
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.stamp-run
@@ -42,6 +43,9 @@ check: $(VENV)/.stamp-dev
 
 bench: $(VENV)/.stamp-dev
 	$(BIN)/longstrand bench step
+
+checkpoint: $(VENV)/.stamp-run
+	$(BIN)/python -m longstrand.demo.pretrain --out runs/checkpoint
 
 figures: $(VENV)/.stamp-dev
 	$(BIN)/python -m longstrand.bench.figures --issue $(ISSUE) $(if $(ONLY),--only $(ONLY)) $(if $(DATA),--data $(DATA))

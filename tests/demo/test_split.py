@@ -32,7 +32,7 @@ def opened(tmp_path_factory: pytest.TempPathFactory):
 @pytest.fixture(scope="module")
 def forbidden(opened) -> set[str]:
     """31-mers of the sequences that are scored, both strands."""
-    recipe, data = opened
+    _, data = opened
     orders = ("relatives", "strangers")
     scored = [t for o in orders for t in letters(data.documents("held_out", order=o))]
     return {
