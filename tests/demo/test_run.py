@@ -11,8 +11,8 @@ from longstrand.architecture import Architecture
 from longstrand.bench.demo import improvements
 from longstrand.buckets import BucketSums
 from longstrand.config import load_recipe
-from longstrand.demo import run_demo
 from longstrand.demo import run as demo
+from longstrand.demo import run_demo
 from longstrand.demo.pretrain import CONFIG, SHIPPED
 from longstrand.model import load_model
 from longstrand.series import read_series

@@ -66,7 +66,7 @@ def mutate(founder: np.ndarray, rate: float, indels: float, random: np.random.Ge
     if indels == 0:
         return copy
     pieces, start = [], 0
-    for place in np.flatnonzero(random.random(len(copy)) < 2 * indels):
+    for place in np.flatnonzero(random.random(len(copy)) < 2 * indels).tolist():
         if place < start:
             continue
         size = int(random.integers(1, 13))

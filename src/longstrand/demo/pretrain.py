@@ -54,9 +54,7 @@ def stages() -> list[Stage]:
     return [
         Stage(
             name=f"{number}_{entry['name']}",
-            kin=Kin(
-                **{k: tuple(v) if isinstance(v, list) else v for k, v in entry["kin"].items()},
-            ),
+            kin=_kin(entry["kin"]),
             train=entry["train"],
             pack=entry["pack"],
             seed=entry["seed"],
@@ -123,6 +121,10 @@ def pretrain(out: Path) -> Path:
     shutil.rmtree(final, ignore_errors=True)
     shutil.copytree(before, final)
     return final
+
+
+def _kin(entry: dict[str, Any]) -> Kin:
+    return Kin(**{name: tuple(value) if isinstance(value, list) else value for name, value in entry.items()})
 
 
 if __name__ == "__main__":
