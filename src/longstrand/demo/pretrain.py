@@ -124,7 +124,10 @@ def pretrain(out: Path) -> Path:
 
 
 def _kin(entry: dict[str, Any]) -> Kin:
-    return Kin(**{name: tuple(value) if isinstance(value, list) else value for name, value in entry.items()})
+    values: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in entry.items()
+    }
+    return Kin(**values)
 
 
 if __name__ == "__main__":
