@@ -76,3 +76,9 @@ def test_a_weight_kept_in_float32_computes_bfloat16_inputs_in_float32():
     wide, _ = short_conv_reference(x.float(), weight, tail.float(), inputs["offsets"])
     assert narrow.dtype == torch.bfloat16
     assert torch.allclose(narrow.float(), wide, rtol=2**-8, atol=1e-6)
+
+
+def test_the_tail_does_not_keep_the_tile_alive():
+    """A view of the tile's inputs would hold all of them for as long as the carry lives (A28's kind)."""
+    _, tail = short_conv(**draw(ConvCase("", (500,))))
+    assert tail.untyped_storage().nbytes() == tail.numel() * tail.element_size()

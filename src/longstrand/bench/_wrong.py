@@ -216,7 +216,7 @@ def zigzag(wrong: bool) -> Context:
     own = PackLayout.tiles
 
     def tiles(self: PackLayout, size: int) -> list[Tile]:
-        found = own(self, size)
+        found = list(own(self, size))
         return [found[i // 2 if i % 2 == 0 else -1 - i // 2] for i in range(len(found))] if wrong else found
 
     return patch.object(PackLayout, "tiles", tiles)

@@ -1,0 +1,83 @@
+"""What a step keeps per token, counted in bytes of living tensors and in resident memory."""
+
+import pytest
+import torch
+from live_tensors import LiveTensors
+
+from longstrand.bench._small_models import documents, model
+from longstrand.bench.memory import FACTOR, bytes_per_token, measure, toy
+from longstrand.data.pack import Pack
+from longstrand.memory import SideLosses
+from longstrand.model import load_model
+
+TILE = 256
+
+
+def peak_bytes(trained, length, indexer="frozen", tile=TILE, vocabulary=256):
+    """Largest number of bytes alive at once in tensors that a forward and a walk back made."""
+    given = Pack.from_documents(documents((length,), vocabulary=vocabulary))
+    side = SideLosses(indexer=indexer, indexer_scale=1e-3)
+    with LiveTensors() as live:
+        trained.token_logprobs(given, tile=tile, side=side).sum().backward()
+    trained.zero_grad(set_to_none=True)
+    return live.peak
+
+
+def test_the_live_tensors_of_a_step_grow_by_what_has_to_be_kept():
+    trained = load_model(toy())
+    growth = (peak_bytes(trained, 2048) - peak_bytes(trained, 1024)) / 1024
+    assert growth <= FACTOR * sum(bytes_per_token(toy()).values())
+
+
+@pytest.mark.parametrize("indexer", ["frozen", "sparse"])
+def test_without_a_graph_only_two_streams_and_one_layers_buffers_grow(indexer):
+    trained = load_model(toy())
+    peaks = []
+    for length in (1024, 2048):
+        given = Pack.from_documents(documents((length,), vocabulary=256))
+        with LiveTensors() as live, torch.no_grad():
+            trained.token_logprobs(given, tile=TILE, side=SideLosses(indexer=indexer))
+        peaks.append(live.peak)
+    stream = 4 * 128 * 4
+    assert (peaks[1] - peaks[0]) / 1024 <= FACTOR * (2 * stream + 2 * 512 + 1000)
+
+
+@pytest.mark.parametrize("kinds", ["K", "KKK"])
+def test_what_a_border_between_tiles_costs_is_its_carries(kinds):
+    """Halving the tile doubles the borders; each keeps a state and J - 1 tokens per KDA layer."""
+    trained = model(kinds, dtype=torch.float32, vocab_size=19)
+    length = 1024
+    wide, narrow = (peak_bytes(trained, length, tile=tile, vocabulary=19) for tile in (128, 64))
+    carry = (2 * 8 * 8 + 3 * 3 * 2 * 8) * 4 * len(kinds)
+    assert narrow - wide <= 1.5 * carry * (length // 64 - length // 128)
+
+
+@pytest.mark.slow
+def test_the_resident_memory_of_a_step_grows_by_what_has_to_be_kept():
+    (record,) = measure(lengths=(16_384, 65_536))
+    assert record["pass"], record
+
+
+def test_the_expression_is_that_of_the_architecture():
+    """The real model in bfloat16: 1.406 MiB of layer inputs per token, 22 KiB of pool ids, latents of 1 KiB."""
+    from dataclasses import replace
+
+    shape = replace(
+        toy(),
+        hidden_size=4096,
+        num_hidden_layers=45,
+        layer_types=tuple("indexed_attention" if i % 4 == 3 else "linear_attention" for i in range(45)),
+        mlp_layer_types=("dense",) * 3 + ("sparse",) * 42,
+        indexer_types=("full",) * 45,
+        index_topk=2048,
+        kv_lora_rank=512,
+        n_routed_experts=288,
+        num_experts_per_tok=8,
+    )
+    terms = bytes_per_token(shape, element_bytes=2)
+    assert terms["kept layer inputs"] == 44 * 32 * 1024  # one layer less: its input is the embedding
+    assert terms["two stream-sized buffers"] == 2 * 32 * 1024
+    assert terms["selected pools"] == 11 * 2048
+    assert terms["chosen experts"] == 42 * 16
+    assert (terms["selected pools"] + terms["chosen experts"]) / 1024 == pytest.approx(22.7, abs=0.05)
+    assert terms["latents of one layer"] == 1024
