@@ -266,7 +266,7 @@ def test_sigterm_to_the_command_saves_and_exits_143(finished, tmp_path):
     said = process.stderr.read()
     assert process.wait() == 143
     assert re.search(
-        r"error: stopped by SIGTERM: step \d+ of 100000 is saved; go on with longstrand train", said
+        r"^stopped by SIGTERM: step \d+ of 100000 is saved; go on with longstrand train", said, re.MULTILINE
     )
     newest = state.latest_checkpoint(out)
     assert json.loads((newest / "trainer.json").read_text())["step"] == metrics(out)[-1]["step"]

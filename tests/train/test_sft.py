@@ -173,6 +173,16 @@ def test_lines_missing_from_metrics_are_counted(finished, tmp_path):
     assert "metrics.jsonl lacks 5 of the 5 lines up to here" in (run / "log.txt").read_text()
 
 
+def test_a_kill_between_a_checkpoint_and_its_ledger_is_made_good(finished, tmp_path):
+    run = _copy(finished, tmp_path)
+    (run / "data.json").write_text(
+        (run / "data.json").read_text().replace('"sequences": 10', '"sequences": 6')
+    )
+    assert differences(finished, run) == ["data.json"]
+    _resume(run)
+    assert differences(finished, run) == []
+
+
 def test_leftovers_of_a_killed_run_are_removed_and_counted(finished, tmp_path):
     run = _copy(finished, tmp_path)
     shutil.copytree(run / "checkpoints/step_000005", run / "checkpoints/.saving_step_000008")

@@ -55,8 +55,13 @@ def save(run: Path, training: Training, keep: int) -> Path:
     }
     folder = save_checkpoint(run, training.step, training.tensors(), trainer)
     prune_checkpoints(run, keep)
-    write_atomic(run / "data.json", json.dumps(training.data.ledger.as_dict(), indent=1))
+    write_ledger(run, training)
     return folder
+
+
+def write_ledger(run: Path, training: Training) -> None:
+    """Writes data.json: what the data is, and what of it was shown up to this step."""
+    write_atomic(run / "data.json", json.dumps(training.data.ledger.as_dict(), indent=1))
 
 
 def restore(run: Path, training: Training, steps: int) -> None:

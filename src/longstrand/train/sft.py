@@ -27,7 +27,7 @@ from longstrand.train.run_folder import (
     resume_command,
     write_recipe,
 )
-from longstrand.train.saving import Training, restore, save
+from longstrand.train.saving import Training, restore, save, write_ledger
 from longstrand.train.signals import Stopped, StopRequests
 from longstrand.train.step import take_step
 from longstrand.train.timing import StepTimer
@@ -75,6 +75,7 @@ def train(recipe: Recipe, *, resume: bool = False, dry_run: bool = False) -> Pat
             restore(run, training, resolved.train.steps)
             require_space(run, training.tensors(), training.step + 1)
             write_recipe(run, resolved)
+            write_ledger(run, training)
             write_atomic(run / "kernels.json", json.dumps(kernels(training.model), indent=1))
 
             # 3. Held-out loss by position before the first step.
