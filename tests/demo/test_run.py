@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from longstrand.architecture import Architecture
@@ -20,26 +21,32 @@ from longstrand.series import read_series
 SMALL = ["data.length=2048", "train.steps=1", "train.warmup_steps=0", "evaluate.sequences=2", "run.threads=1"]
 
 
-def test_two_seeds_score_the_same_held_out_sequences_from_the_same_weights(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(demo, "load_recipe", lambda name: load_recipe(name, SMALL))
-    report = run_demo(tmp_path / "demo", seeds=2)
-    assert report == tmp_path / "demo" / "seed_0" / "report.html" and report.exists()
-    runs = [read_series(tmp_path / "demo" / f"seed_{seed}" / "evaluate.json") for seed in (0, 1)]
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a small demo with two seeds."""
+    out = tmp_path_factory.mktemp("small") / "demo"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(demo, "load_recipe", lambda name: load_recipe(name, SMALL))
+        assert run_demo(out, seeds=2) == out / "seed_0" / "report.html"
+    return out
+
+
+def test_two_seeds_score_the_same_held_out_sequences_from_the_same_weights(finished: Path):
+    runs = [read_series(finished / f"seed_{seed}" / "evaluate.json") for seed in (0, 1)]
     names = ["before", "control before", "after", "control after"]
     assert [[one["name"] for one in run] for run in runs] == [names, names]
     assert runs[0][:2] == runs[1][:2]
     assert runs[0][2]["nats"] != runs[1][2]["nats"]
 
 
-def test_a_finished_demo_only_writes_its_report_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_finished_demo_only_writes_its_report_again(finished: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(demo, "load_recipe", lambda name: load_recipe(name, SMALL))
-    report = run_demo(tmp_path / "demo")
-    metrics = (tmp_path / "demo" / "metrics.jsonl").read_bytes()
-    report.unlink()
-    assert run_demo(tmp_path / "demo") == report and report.exists()
-    assert (tmp_path / "demo" / "metrics.jsonl").read_bytes() == metrics
+    run = finished / "seed_1"
+    metrics = (run / "metrics.jsonl").read_bytes()
+    (run / "report.html").unlink()
+    run_demo(finished, seeds=2)
+    assert (run / "report.html").exists()
+    assert (run / "metrics.jsonl").read_bytes() == metrics
 
 
 def test_the_shipped_checkpoint_has_the_curriculum_s_shape_and_a_card():
@@ -51,8 +58,6 @@ def test_the_shipped_checkpoint_has_the_curriculum_s_shape_and_a_card():
 
 def test_improvements_are_bits_saved_early_and_late():
     def sums(early: float, late: float) -> BucketSums:
-        import numpy as np
-
         weight = np.array([[1024.0, 1024.0], [1024.0, 512.0]])
         return BucketSums(
             (0, 1024, 2048), ("a", "b"), weight, weight * [early, late] * np.log(2), (2048, 1536), 0, 0
