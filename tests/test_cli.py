@@ -97,6 +97,11 @@ def test_debug_shows_the_traceback_and_keeps_the_code(call):
             "error: out/x: Permission denied; check the path",
         ),
         (Stopped(15, "saved at step 3"), 143, "stopped by SIGTERM: saved at step 3\n"),
+        (
+            RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried 4 PB"),
+            1,
+            "error: out of memory; lower memory.tile or data.length",
+        ),
         (MemoryError(), 1, "error: out of memory; lower memory.tile or data.length"),
     ],
 )
@@ -185,3 +190,8 @@ def test_the_installed_command_refuses_a_typo_before_anything_is_loaded():
     assert done.stderr == (
         "error: human_x with --set: train.length: unknown setting; it belongs to [data], as data.length\n"
     )
+
+
+def test_init_finds_what_train_would_read(call, genome):
+    """`**` also stands for no folder at all, as in data.sources."""
+    assert call("init", "--data", "**/*.fa", "--length", "16k", "--out", "r.toml").code == 0

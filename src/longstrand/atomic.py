@@ -28,5 +28,6 @@ def write_atomic(path: Path, content: str | bytes) -> None:
         os.chmod(name, 0o644)
         os.replace(name, path)
     except OSError as error:
-        Path(name).unlink(missing_ok=True)
         raise UserError(f"{path}: cannot write: {error.strerror}; the old file is untouched") from error
+    finally:
+        Path(name).unlink(missing_ok=True)  # there only where something failed, a signal included

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, models
 
 from longstrand.config import DataSection, Source
 from longstrand.data import Data, DocumentPacks, Pack, open_data, open_evaluation
@@ -325,6 +325,16 @@ def test_relatives_on_the_other_strand_are_turned_before_a_text_tokenizer(
     pack = opened(tmp_path, path, length=500, tokenizer=str(folder), cut=9, families={}).documents("train")[0]
     assert pack.num_documents == 1 and len(pack) % 2 == 0
     assert torch.equal(pack.tokens[: len(pack) // 2], pack.tokens[len(pack) // 2 :])
+
+
+def test_letters_without_a_token_are_counted_and_only_read_tokens_bound_the_vocabulary(tmp_path: Path) -> None:
+    vocabulary = {"<unk>": 0, "A": 1, "C": 2, "G": 3, "T": 4}
+    Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>")).save(str(tmp_path / "tokenizer.json"))
+    path = write(tmp_path / "x.fa", {"a": "ACGTNNAC"})
+    data = opened(tmp_path, path, length=8, tokenizer=str(tmp_path), cut=1)
+    assert data.documents("train")[0].tokens.tolist() == [1, 2, 3, 4, 0, 0, 1, 2]
+    assert data.ledger.as_dict()["sources"][0]["unknown_tokens"] == 2
+    assert data.max_token == 4
 
 
 def test_token_rows_pass_through_and_tell_their_largest_token(tmp_path: Path) -> None:

@@ -207,3 +207,8 @@ def test_an_absent_file_and_a_folder_are_named(tmp_path: Path) -> None:
 def test_the_first_byte_says_what_a_file_holds(tmp_path: Path, data: bytes, kind: str) -> None:
     (tmp_path / "x").write_bytes(data)
     assert kind_of_file(tmp_path / "x") == kind
+
+
+def test_a_file_that_begins_with_many_blank_lines_is_still_fasta(tmp_path: Path) -> None:
+    (tmp_path / "x.fa").write_text("\n" * 100 + ">a\nACGT\n")
+    assert kind_of_file(tmp_path / "x.fa") == "fasta"

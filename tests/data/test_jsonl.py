@@ -89,6 +89,7 @@ BAD = {
     "a mask of another length": ({"input_ids": [1, 2], "loss_mask": [1]}, "loss_mask has 1 entries"),
     "a mask of fractions": ({"input_ids": [1, 2], "loss_mask": [1, 0.5]}, "loss_mask[1] is 0.5"),
     "a mask beside text": ({"text": "a", "loss_mask": [1]}, "loss_mask goes with input_ids"),
+    "an endless number": ('{"text": "a", "n": ' + "1" * 5000 + "}", "cannot be read"),
     "nested for ever": ("[" * 100_000, "nested too deeply"),
 }
 

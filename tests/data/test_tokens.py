@@ -174,6 +174,14 @@ def test_only_the_assistants_turns_are_supervised(folder: Path, plain: Tokenizer
     assert (ids, supervised) == ([*expected_ids, 0], [*expected, 1])
 
 
+def test_a_template_that_fails_on_a_row_names_the_row(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
+    (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content + 1 }}")
+    row = {"messages": [{"role": "assistant", "content": "C"}]}
+    with pytest.raises(UserError, match=r"x\.jsonl:1: the chat template refuses the messages"):
+        rows_of(tmp_path, TextTokenizer(str(tmp_path), None), row)
+
+
 def test_a_template_that_rewrites_earlier_turns_is_refused(folder: Path, tmp_path: Path) -> None:
     other = tmp_path / "tokenizer"
     other.mkdir()
@@ -201,6 +209,13 @@ BAD_FOLDERS = {
         "not valid Jinja",
     ),
 }
+
+
+def test_a_template_that_is_no_text_is_refused(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(UserError, match="not valid Jinja"):
+        TextTokenizer(str(tmp_path), None)
 
 
 @pytest.mark.parametrize("kind", BAD_FOLDERS)

@@ -1,5 +1,6 @@
 """The scan itself, with a layer of one line: its tiles, its carry and its order against plain autograd."""
 
+import weakref
 from itertools import pairwise
 
 import pytest
@@ -140,6 +141,26 @@ def test_without_a_graph_no_tile_is_walked_back_or_kept(setting):
         out = scanned(setting, 8)
     assert out.grad_fn is None
     assert all(kind == "forward" for layer in layers for kind, *_ in layer.calls)
+
+
+class Counting(Leaky):
+    """Counts how many of its carries are alive at once."""
+
+    alive, most = (), 0
+
+    def forward_tile(self, *arguments):
+        y, carry = super().forward_tile(*arguments)
+        self.alive = [ref for ref in (*self.alive, weakref.ref(carry)) if ref() is not None]
+        self.most = max(self.most, len(self.alive))
+        return y, carry
+
+
+def test_without_a_graph_a_carry_is_dropped_once_the_next_tile_has_taken_it(setting):
+    embedding, tokens, _, starts, upstream = setting
+    layer = Counting(torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        scanned((embedding, tokens, [layer], starts, upstream), 1)
+    assert layer.most <= 2
 
 
 def test_the_upstream_gradient_is_left_as_it_was(setting):

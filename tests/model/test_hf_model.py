@@ -70,3 +70,10 @@ def test_an_unsupported_field_in_a_folders_config_is_refused_by_name(tmp_path: P
     (tmp_path / "config.json").write_text(json.dumps(TEXT | {"n_group": 2}))
     with pytest.raises(UserError, match=r"n_group = 2"):
         load_model(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["[]", "{", "3"])
+def test_a_config_file_that_holds_no_object_is_refused_with_its_name(tmp_path: Path, text: str) -> None:
+    (tmp_path / "mine.json").write_text(text)
+    with pytest.raises(UserError, match=r"mine\.json: (not JSON|holds)"):
+        load_model(tmp_path / "mine.json")

@@ -25,6 +25,10 @@ def main() -> None:
         _refuse(UserError(f"{error.format_message()} (longstrand --help lists commands and options)"), debug)
     except (LongstrandError, OSError, MemoryError) as error:
         _refuse(error if isinstance(error, LongstrandError) else RunFailed(_describe(error)), debug)
+    except RuntimeError as error:
+        if "allocate memory" not in str(error) and "out of memory" not in str(error):  # torch's two wordings
+            raise
+        _refuse(RunFailed(_describe(MemoryError())), debug)
 
 
 def _refuse(error: LongstrandError, debug: bool) -> None:

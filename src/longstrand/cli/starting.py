@@ -24,7 +24,8 @@ def write_recipe(data: str, length: int, model: str, out: Path | None) -> Path:
     Raises:
         UserError: no such data, or the file exists.
     """
-    if not any(Path(found).is_file() for found in [data, *glob.glob(data)]):
+    pattern = str(Path(data).expanduser())  # as `data.sources` is read
+    if not any(Path(found).is_file() for found in [pattern, *glob.glob(pattern, recursive=True)]):
         remedy = "give a file, or a glob in quotes" if Path(data).is_dir() else "check the path"
         raise UserError(f"--data {data}: no such file; {remedy}")
     stem = _stem(data)

@@ -29,7 +29,7 @@ class Source(Record):
         examples=["genes.bed"],
     )
     format: Literal["auto", "fasta", "jsonl", "tokens"] = Field(
-        "auto", description="auto: by the file's name and first bytes; tokens: JSONL with input_ids"
+        "auto", description="auto: by the file's first bytes; tokens: JSONL with input_ids"
     )
 
     @model_validator(mode="after")

@@ -56,7 +56,7 @@ class ChatTemplate:
             return self._template.render(
                 messages=list(messages), add_generation_prompt=generation, **self._special_tokens
             )
-        except jinja2.TemplateError as error:
+        except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as error:
             raise UserError(f"{where}: the chat template refuses the messages: {error}") from error
 
 
@@ -66,15 +66,13 @@ def read_chat_template(
     """The folder's chat template, or None where it has none.
 
     Raises:
-        UserError: the template is not valid Jinja.
+        UserError: the template is not valid Jinja, or not UTF-8.
     """
     path = folder / "chat_template.jinja"
-    source = path.read_text(encoding="utf-8") if path.exists() else config.get("chat_template")
-    if not isinstance(source, str):
-        return None
     try:
-        return ChatTemplate(source, special_tokens)
-    except jinja2.TemplateError as error:
+        source = path.read_text(encoding="utf-8") if path.exists() else config.get("chat_template")
+        return ChatTemplate(source, special_tokens) if isinstance(source, str) else None
+    except (jinja2.TemplateError, UnicodeDecodeError) as error:
         raise UserError(f"{folder}: the chat template is not valid Jinja: {error}") from error
 
 

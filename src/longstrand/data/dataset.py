@@ -95,7 +95,8 @@ class Data:
 
     @property
     def max_token(self) -> int:
-        stores = self._selection.stores
+        # A text tokenizer leaves the letters' stores behind, which no document reads.
+        stores = [self._selection.stores[store] for store in np.unique(self._selection.stretches.store)]
         ids = self._reading.ids[self._reading.policy.normal()]
         return max(int(ids.max()) if s.holds_letters else s.facts["max_value"] for s in stores)
 
@@ -208,6 +209,7 @@ class Data:
         for index, entry in enumerate(letters.inputs):
             stores = [letters.stores[store] for store in entry.stores]
             chosen = int(letters.stretches.lengths[letters.source_of == index].sum())
+            read = np.unique(selection.stretches.store[selection.source_of == index])
             line = SourceLedger(
                 path=entry.source.path,
                 weight=entry.source.weight,
@@ -217,6 +219,7 @@ class Data:
                 outside_regions=entry.num_values - chosen,
                 named_twice=entry.named_twice,
                 read_as_n=letters_read_as_n(stores, self._reading.policy),
+                unknown_tokens=sum(selection.stores[s].facts.get("unknown_tokens", 0) for s in read),
             )
             for part, name in enumerate(PART_NAMES):
                 own = selection.of(index, part)

@@ -32,7 +32,7 @@ def kind_of_file(path: Path) -> Kind:
     """
     seen = b""
     for block in read_blocks(path):
-        seen = (seen + block)[:64].removeprefix(BOM).lstrip()
+        seen = (seen + block).removeprefix(BOM).lstrip()[:64]
         if seen:
             break
     if seen.startswith(b">"):
@@ -88,7 +88,7 @@ def open_tokens(
             letters = store.values[start:end]
             for block in _blocks(letters, tokenizer.cut, bool(stretches.turned[index])):
                 ids, marks = _encode_letters(block, tokenizer, policy, store.place(record))
-                facts["unknown_tokens"] += int((ids == tokenizer.unknown).sum()) if tokenizer.unknown else 0
+                facts["unknown_tokens"] += tokenizer.num_unknown(ids)
                 writer.add(ids, marks)
         return facts
 
@@ -138,7 +138,7 @@ def _with_end(items: Iterator[Header | bytes]) -> Iterator[Header | bytes | None
 def _write_jsonl(
     path: Path, writer: Writer, tokenizer: TextTokenizer | None, only_tokens: bool
 ) -> dict[str, Any]:
-    rows = 0
+    rows = unknown = 0
     counts = np.zeros(256, np.int64)
     for line, row in read_jsonl(path, only_tokens):
         rows += 1
@@ -153,8 +153,10 @@ def _write_jsonl(
         elif tokenizer is None:
             counts += _write_letters(row, writer, where)
         else:
-            writer.add(*_encode_row(row, tokenizer, where))
-    return {"records": rows, "letters": _named(counts)}
+            ids, marks = _encode_row(row, tokenizer, where)
+            unknown += tokenizer.num_unknown(ids)
+            writer.add(ids, marks)
+    return {"records": rows, "letters": _named(counts), "unknown_tokens": unknown}
 
 
 def _write_letters(row: Row, writer: Writer, where: str) -> np.ndarray:

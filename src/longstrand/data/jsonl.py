@@ -79,6 +79,8 @@ def _read_row(line: str, where: str, only_tokens: bool) -> Row:
         raise UserError(f"{where}: not JSON ({error.msg} at column {error.colno})") from error
     except RecursionError as error:
         raise UserError(f"{where}: nested too deeply; a row is a flat JSON object") from error
+    except ValueError as error:  # a number of more than 4,300 digits
+        raise UserError(f"{where}: cannot be read ({error})") from error
     if not isinstance(row, dict):
         raise UserError(
             f'{where}: the line is a JSON {_kind(row)}; a row is an object such as {{"text": ...}}'
@@ -156,7 +158,7 @@ def _string(row: dict[str, Any], key: str, where: str, may_be_empty: bool = Fals
         raise UserError(
             f"{where}: {key} is {_kind(value)}; it must be text{'' if may_be_empty else ', not empty'}"
         )
-    if any("\ud800" <= letter <= "\udfff" for letter in value) if not value.isascii() else False:
+    if not value.isascii() and any("\ud800" <= letter <= "\udfff" for letter in value):
         raise UserError(
             f"{where}: {key} holds half of a surrogate pair (\\ud800-\\udfff); write the character whole"
         )

@@ -111,6 +111,7 @@ class SourceLedger:
     outside_regions: int
     named_twice: int
     read_as_n: dict[str, int]
+    unknown_tokens: int
     parts: dict[str, PartLedger] = field(default_factory=dict)
     part_values: dict[str, int] = field(default_factory=dict)
     served: Served = field(default_factory=Served)
@@ -141,6 +142,7 @@ class SourceLedger:
             "outside_regions": self.outside_regions,
             "named_by_several_regions": self.named_twice,
             "read_as_n": self.read_as_n,
+            "unknown_tokens": self.unknown_tokens,
             "split": {
                 name: {unit: self.part_values[name], **part.as_dict()} for name, part in self.parts.items()
             },

@@ -55,9 +55,8 @@ def strangers_for(
     pools = _by_family(donor_label, donors.lengths)
     for number, sequence in enumerate(sequences):
         rng = np.random.default_rng([seed, number])
-        free = [
-            family for family in rng.permutation(len(pools)) if pools[family][0] not in set(label[sequence])
-        ]
+        own = set(label[sequence])
+        free = [family for family in rng.permutation(len(pools)) if pools[family][0] not in own]
         taken: list[Stretches] = []
         seen: set[int] = set()
         for member in sequence:

@@ -6,7 +6,6 @@ import hashlib
 import json
 import re
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -123,11 +122,11 @@ class TextTokenizer:
             borders += range(run.start() + self.cut, run.end(), self.cut)
         return [text[start:end] for start, end in zip(borders, [*borders[1:], len(text)], strict=True)]
 
-    @cached_property
-    def unknown(self) -> int | None:
-        """The id that stands for text without a token, or None where the tokenizer has none."""
+    def num_unknown(self, ids: np.ndarray) -> int:
+        """How many of the ids stand for text that has no token of its own."""
         token = getattr(self._tokenizer.model, "unk_token", None)
-        return self._tokenizer.token_to_id(token) if token else None
+        unknown = self._tokenizer.token_to_id(token) if token else None
+        return 0 if unknown is None else int((ids == unknown).sum())
 
     def _id_of_eos(self, text: str | None) -> int | None:
         if text is None:

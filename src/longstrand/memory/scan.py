@@ -179,7 +179,8 @@ class _Walk:
         self.choices[index] = choices
         carry, carries = layer.start(self.layout), []
         for tile in self.layout.tiles(self.tile_size):
-            carries.append(carry)
+            if kept:
+                carries.append(carry)
             rows = {name: value[tile.rows] for name, value in choices.items()}
             y, carry = layer.forward_tile(self._read(stream, tile), tile, carry, rows, self.side)
             out[tile.rows] = y.mean(dim=1) if out.dim() == 2 else y

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 
 from longstrand.architecture import Architecture
 from longstrand.errors import UserError
+from longstrand.model.hf import load_into, read_architecture, read_json, save_from
 from longstrand.model.init import Init, draw_weights
 from longstrand.model.model import Model
 
@@ -41,15 +41,11 @@ def load_model(
 
 def save_model(model: Model, folder: str | Path) -> Path:
     """Writes a Hugging Face folder that transformers loads too; see `hf.save_from`."""
-    from longstrand.model.hf import save_from
-
     save_from(model, Path(folder), model.source)
     return Path(folder)
 
 
 def _read_folder(folder: Path, dtype: torch.dtype, device: torch.device) -> Model:
-    from longstrand.model.hf import load_into, read_architecture
-
     model = Model(read_architecture(folder)).convert(dtype)
     model.source = load_into(model, folder)
     return model.to(device)
@@ -65,9 +61,4 @@ def _architecture(config: str | Path | dict[str, Any] | Architecture) -> Archite
         raise UserError(
             f"model {path}: no such folder or config file; give a Hugging Face folder or a config.json"
         )
-    try:
-        return Architecture.from_hf(json.loads(path.read_text()))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UserError(
-            f"model config {path}: not valid JSON ({error}); give a Hugging Face config.json"
-        ) from error
+    return Architecture.from_hf(read_json(path), where=str(path))

@@ -34,7 +34,7 @@ def _source_html(source: dict[str, Any]) -> str:
     facts.append((unit, _count(source.get(unit))))
     if source.get("weight", 1) != 1:
         facts.append(("weight", str(source["weight"])))
-    for key in ("outside_regions", "named_by_several_regions"):
+    for key in ("outside_regions", "named_by_several_regions", "unknown_tokens"):
         if source.get(key):
             facts.append((key.replace("_", " "), _count(source[key])))
     if source.get("read_as_n"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ from longstrand.model.hf.names import (
     spellings,
 )
 
+_log = logging.getLogger(__name__)
 _TIED_HEAD = Part("lm_head.weight", "embed_tokens.weight")
 
 
@@ -75,7 +77,8 @@ def read_weights(folder: Path, architecture: Architecture) -> Iterator[tuple[Par
 def load_into(model: nn.Module, folder: Path) -> SourceInfo:
     """Fills a model's parameters and buffers from a folder, one tensor of a file at a time.
 
-    The numbers are cast to the dtype that each parameter already has; casts are counted in the result.
+    The numbers are cast to the dtype that each parameter already has; casts are logged and counted in the
+    result.
 
     Raises:
         UserError: as `read_weights`.
@@ -93,6 +96,8 @@ def load_into(model: nn.Module, folder: Path) -> SourceInfo:
                 stored = source.dtypes[full_name(part.tensor, source.prefix)]
                 source.casts[f"{stored} to {str(target.dtype).removeprefix('torch.')}"] += 1
             target.copy_(tensor)
+    for cast, tensors in sorted(source.casts.items()):
+        _log.info("%s: %d tensors were cast from %s", folder, tensors, cast)
     return source
 
 
