@@ -65,26 +65,29 @@ def train(recipe: Recipe, *, resume: bool = False, dry_run: bool = False) -> Pat
         StopRequests() as stop,
         PeakMemory() as memory,
     ):
+        imports = memory.baseline_bytes / 2**30
+        _log.info("run %s; memory is %s; imports took %.2f GiB", run, SOURCE, imports)
         go_on = f"go on with {resume_command(run)}"
-        with stop.leaving_at_once(f"no step was taken; {go_on}"):
-            # 2. Data, model and optimizer, as they were where a stopped run was.
-            _log.info(
-                "run %s; memory is %s; imports took %.2f GiB", run, SOURCE, memory.baseline_bytes / 2**30
-            )
+
+        # 2. Data, model and optimizer, as they were where a stopped run was.
+        with stop.leaving_at_once("no step was taken; start it again"):
             training = prepare(resolved)
+            packs = evaluation_packs(resolved, training.data)
             restore(run, training, resolved.train.steps)
-            require_space(run, training.tensors(), training.step + 1)
+            steps_left = resolved.train.steps - training.step
+            if steps_left:
+                require_space(run, training.tensors(), training.step + 1)
             write_recipe(run, resolved)
             write_ledger(run, training)
             write_atomic(run / "kernels.json", json.dumps(kernels(training.model), indent=1))
 
-            # 3. Held-out loss by position before the first step.
-            packs = evaluation_packs(resolved, training.data)
+        # 3. Held-out loss by position before the first step.
+        with stop.leaving_at_once(f"no step was taken; {go_on}"):
             if resolved.evaluate.before and training.step == 0:
                 evaluate_once(run, resolved, training, packs, "before")
 
         # 4. The steps; each one that is due is saved.
-        if training.step < resolved.train.steps:
+        if steps_left:
             _take_steps(run, resolved, training, stop, memory, console)
 
         # 5. Held-out loss by position after the last step.
