@@ -108,6 +108,6 @@ def test_a_family_whose_strands_contradict_each_other_stays_as_it_stands() -> No
 
 
 def test_no_record_and_an_even_k() -> None:
-    assert find_families([]).num_families == 0
+    assert len(find_families([]).label) == 0
     with pytest.raises(UserError, match="kmer = 30"):
         find_families(letters("ACGT"), 30)

@@ -48,8 +48,8 @@ def test_each_document_is_shown_once_per_epoch_and_none_is_dropped(tmp_path: Pat
     orders = []
     for _ in range(3):
         epoch = []
-        epochs_done = int(loader.epochs()[0])
-        while int(loader.epochs()[0]) == epochs_done:
+        epochs_done = loader.state_dict()["sources"][0]["epoch"]
+        while loader.state_dict()["sources"][0]["epoch"] == epochs_done:
             epoch += [token for token, _ in firsts(loader.next_step())]
         assert sorted(epoch) == list(range(1000, 1020))
         orders.append(tuple(epoch))

@@ -227,11 +227,9 @@ class Data:
                     sequences = self._sequences(index, part, self.section.length, None)
                     records = num_records(letters, letters.of(index, part))
                     tokens = int(selection.stretches.lengths[own].sum())
-                    counted = PartLedger.of(
-                        self._reading, selection.stores, sequences.in_epoch(0), records, tokens
+                    line.parts[name] = PartLedger.of(
+                        self._reading, selection.stores, sequences, records, tokens
                     )
-                    counted.add_skipped(sequences.skipped, sequences.num_cut)
-                    line.parts[name] = counted
                     line.part_values[name] = int(letters.stretches.lengths[letters.of(index, part)].sum())
             self.ledger.sources.append(line)
         if letters.families is not None:

@@ -21,16 +21,14 @@ class Stretches:
     turned: np.ndarray  # bool[N]
 
     @classmethod
-    def empty(cls) -> Stretches:
-        none = np.empty(0, np.int64)
-        return cls(none, none, none, none.astype(bool))
-
-    @classmethod
     def joined(cls, many: Sequence[Stretches]) -> Stretches:
-        if not many:
-            return cls.empty()
-        fields = ("store", "start", "end", "turned")
-        return cls(*(np.concatenate([getattr(stretches, name) for stretches in many]) for name in fields))
+        kinds = {"store": np.int64, "start": np.int64, "end": np.int64, "turned": np.bool_}
+        return cls(
+            *(
+                np.concatenate([np.empty(0, kind), *(getattr(s, name) for s in many)])
+                for name, kind in kinds.items()
+            )
+        )
 
     def __len__(self) -> int:
         return len(self.start)

@@ -33,10 +33,6 @@ class Families:
     contradicted: int
     lengths: np.ndarray
 
-    @property
-    def num_families(self) -> int:
-        return int(self.label.max()) + 1 if len(self.label) else 0
-
 
 def find_families(records: Sequence[np.ndarray], k: int = 31) -> Families:
     """Connected components of records under "shares a k-mer, on either strand".

@@ -8,12 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from longstrand.data.documents import Documents
 from longstrand.data.families import Families
 from longstrand.data.letters import OTHER_IUPAC, READ_AS_N, LetterPolicy
 from longstrand.data.pack import NO_TARGET, Pack
 from longstrand.data.reading import MASKED_LOWER, MASKED_N, MASKED_ROW, TRAINED, Reading
-from longstrand.data.sequences import Skipped
+from longstrand.data.sequences import SequenceSet
 from longstrand.data.store import Store
 
 
@@ -33,9 +32,10 @@ class PartLedger:
 
     @classmethod
     def of(
-        cls, reading: Reading, stores: Sequence[Store], documents: Documents, records: int, values: int
+        cls, reading: Reading, stores: Sequence[Store], sequences: SequenceSet, records: int, values: int
     ) -> PartLedger:
         """Counts one epoch's documents; `values` is what the part holds before any is skipped."""
+        documents = sequences.in_epoch(0)
         counts, first = reading.document_counts(stores, documents)
         total, firsts = counts.sum(axis=0), first.sum(axis=0)
         targets = total - firsts
@@ -48,13 +48,9 @@ class PartLedger:
             trained=int(targets[TRAINED]),
             masked={name: int(targets[cause]) for name, cause in masked.items()},
             first_tokens=len(documents),
-            cut_documents=0,
-            skipped={},
+            cut_documents=sequences.num_cut,
+            skipped=sequences.skipped.causes,
         )
-
-    def add_skipped(self, skipped: Skipped, cut_documents: int) -> None:
-        self.skipped = dict(skipped.causes)
-        self.cut_documents = cut_documents
 
     def missing(self) -> int:
         """Tokens that no line accounts for: 0, or a bug."""
@@ -179,9 +175,7 @@ def file_facts(store: Store) -> dict[str, Any]:
 
 def letters_read_as_n(stores: Sequence[Store], policy: LetterPolicy) -> dict[str, int]:
     """How many of each other letter the policy reads as N, over whole files."""
-    odd = READ_AS_N + b"x"
-    if policy.iupac != "keep":
-        odd += OTHER_IUPAC + OTHER_IUPAC.lower()
+    odd = READ_AS_N if policy.iupac == "keep" else READ_AS_N + OTHER_IUPAC
     counts: dict[str, int] = {}
     for store in stores:
         for letter, count in store.facts.get("letters", {}).items():

@@ -9,10 +9,10 @@ import numpy as np
 
 ALPHABET = b"ACGTUNRYSWKMBDHV"
 """The 16 IUPAC nucleotide letters; as a token, a letter is its own ASCII code."""
-OTHER_IUPAC = b"RYSWKMBDHV"
-READ_AS_N = b"X-.*?"
+OTHER_IUPAC = b"RYSWKMBDHVryswkmbdhv"
+READ_AS_N = b"Xx-.*?"
 """Not a nucleotide but common in nucleotide files (mask, gap, stop, unknown): the position is kept and read as N."""
-ACCEPTED = ALPHABET + ALPHABET.lower() + READ_AS_N + b"x"
+ACCEPTED = ALPHABET + ALPHABET.lower() + READ_AS_N
 
 _COMPLEMENT = bytes.maketrans(b"ACGTUNRYSWKMBDHVacgtunryswkmbdhv", b"TGCAANYRSWMKVHDBtgcaanyrswmkvhdb")
 _RNA_COMPLEMENT = _COMPLEMENT.replace(b"T", b"U").replace(b"t", b"u")
@@ -35,10 +35,8 @@ class LetterPolicy:
     def normal(self) -> np.ndarray:
         """uint8[256]: the upper-case letter of `ALPHABET` that each accepted byte is read as; 0 elsewhere."""
         table = np.zeros(256, np.uint8)
-        for letter in ALPHABET:
-            as_n = letter in OTHER_IUPAC and self.iupac != "keep"
-            table[[letter, ord(chr(letter).lower())]] = ord("N") if as_n else letter
-        table[list(READ_AS_N + b"x")] = ord("N")
+        table[list(ALPHABET + ALPHABET.lower())] = list(ALPHABET * 2)
+        table[list(READ_AS_N if self.iupac == "keep" else READ_AS_N + OTHER_IUPAC)] = ord("N")
         return table
 
     def is_n(self) -> np.ndarray:
@@ -47,17 +45,12 @@ class LetterPolicy:
 
     def weights(self) -> np.ndarray:
         """float32[256]: the loss weight of each byte as a target."""
-        weights = np.where(is_lower(), 1.0 if self.case == "ignore" else self.case, 1.0).astype(np.float32)
+        weights = np.ones(256, np.float32)
+        if self.case != "ignore":
+            weights[ord("a") : ord("z") + 1] = self.case
         if self.n == "mask":
             weights[self.is_n()] = 0
         return weights
-
-
-def is_lower() -> np.ndarray:
-    """bool[256]: lower-case letters."""
-    table = np.zeros(256, bool)
-    table[ord("a") : ord("z") + 1] = True
-    return table
 
 
 def reverse_complement(letters: np.ndarray) -> np.ndarray:

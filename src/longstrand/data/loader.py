@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 
@@ -75,13 +75,6 @@ class Loader:
         self.step += 1
         return packs
 
-    def epochs(self) -> list[float]:
-        """Epochs of each source shown so far."""
-        return [
-            epoch + at / len(self._plan(index).packs)
-            for index, (epoch, at) in enumerate(zip(self._epoch, self._next, strict=True))
-        ]
-
     def state_dict(self) -> dict[str, Any]:
         """Where the loader stands; plain numbers and text."""
         return {
@@ -139,29 +132,18 @@ class Loader:
         return plan
 
 
-class DocumentPacks(Sequence[Pack]):
-    """Documents as packs of one, read when asked for; a slice is again such a list."""
+class DocumentPacks:
+    """The chosen documents as packs of one, in order, read when asked for."""
 
     def __init__(
-        self,
-        stores: Sequence[Store],
-        reading: Reading,
-        documents: Documents,
-        chosen: np.ndarray | None = None,
+        self, stores: Sequence[Store], reading: Reading, documents: Documents, chosen: np.ndarray
     ) -> None:
-        self._stores, self._reading, self._documents = stores, reading, documents
-        self._chosen = np.arange(len(documents)) if chosen is None else chosen
+        self._stores, self._reading, self._documents, self._chosen = stores, reading, documents, chosen
 
     def __len__(self) -> int:
         return len(self._chosen)
 
-    @overload
-    def __getitem__(self, index: int) -> Pack: ...
-    @overload
-    def __getitem__(self, index: slice) -> DocumentPacks: ...
-    def __getitem__(self, index: int | slice) -> Pack | DocumentPacks:
-        if isinstance(index, slice):
-            return DocumentPacks(self._stores, self._reading, self._documents, self._chosen[index])
+    def __getitem__(self, index: int) -> Pack:
         return read_pack(self._stores, self._reading, self._documents, np.array([self._chosen[index]]))
 
     def __iter__(self) -> Iterator[Pack]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
 import numpy as np
 import torch
@@ -78,14 +79,12 @@ class Reading:
         """int64[N, 5]: values of each stretch by cause, and (entry IS_N) how many are read as N."""
         counts = np.zeros((len(stretches), 5), np.int64)
         for which, store, start, end in _batches(stores, stretches):
-            if store.marks is None and not self._possible_causes(store) and not self._may_hold_n(store):
+            if store.marks is None and not store.holds_letters:  # plain tokens: all are trained on
                 continue
             values = np.asarray(store.values[start:end])
             marks = None if store.marks is None else np.asarray(store.marks[start:end])
-            borders = (
-                np.stack([stretches.start[which], stretches.end[which]], axis=1).clip(start, end).ravel()
-                - start
-            )
+            borders = np.stack([stretches.start[which], stretches.end[which]], axis=1)
+            borders = borders.clip(start, end).ravel() - start
 
             def count(flag: np.ndarray, borders: np.ndarray = borders) -> np.ndarray:
                 padded = np.append(flag, False)  # reduceat refuses a border at the end
@@ -93,7 +92,7 @@ class Reading:
                 return np.where(borders[1::2] > borders[::2], sums, 0)
 
             causes = self.causes(store, values, marks)
-            for cause in self._possible_causes(store):
+            for cause in (MASKED_N, MASKED_LOWER, MASKED_ROW):
                 counts[which, cause] += count(causes == cause)
             counts[which, IS_N] += count(self.is_n(store, values, marks))
         counts[:, TRAINED] = stretches.lengths - counts[:, MASKED_N : MASKED_ROW + 1].sum(axis=1)
@@ -117,8 +116,7 @@ class Reading:
         normal = self.policy.normal()
         refused = (normal > 0) & (self.ids[normal] < 0)
         if self.policy.iupac == "error":
-            odd = OTHER_IUPAC + OTHER_IUPAC.lower() + READ_AS_N + b"x"
-            refused[list(odd)] = True
+            refused[list(OTHER_IUPAC + READ_AS_N)] = True
         for index in np.unique(stretches.store):
             store = stores[index]
             if store.holds_letters and any(refused[ord(letter)] for letter in store.facts["letters"]):
@@ -126,17 +124,13 @@ class Reading:
                 for start, end in zip(own.start.tolist(), own.end.tolist(), strict=True):
                     found = np.flatnonzero(refused[store.values[start:end]])
                     if len(found):
-                        self._refuse(
-                            store,
-                            start + int(found[0]),
-                            bool(self.ids[normal[store.values[start + found[0]]]] < 0),
-                        )
+                        self._refuse(store, start + int(found[0]))
 
-    def _refuse(self, store: Store, position: int, no_token: bool) -> None:
-        record = store.record_at(position)
+    def _refuse(self, store: Store, position: int) -> NoReturn:
+        record, byte = store.record_at(position), int(store.values[position])
         place = f"{store.place(record)}, letter {position - int(store.starts[record]) + 1:,}"
-        letter = show_letter(int(store.values[position]))
-        if no_token:
+        letter = show_letter(byte)
+        if self.ids[self.policy.normal()[byte]] < 0:
             raise UserError(
                 f'{place}: {letter} has no token of its own in the model; with data.iupac = "n" it reads as N'
             )
@@ -159,18 +153,6 @@ class Reading:
             causes[marks & HAS_N > 0] = MASKED_N
         causes[marks & NOT_SUPERVISED > 0] = MASKED_ROW
         return causes
-
-    def _possible_causes(self, store: Store) -> list[int]:
-        """The causes for which a value of the store may be masked."""
-        found: set[int] = set() if store.marks is None else set(self._mark_causes().tolist())
-        if store.holds_letters:
-            causes = self._letter_causes()
-            found |= {int(causes[ord(letter)]) for letter in store.facts["letters"]}
-        return sorted(found - {TRAINED})
-
-    def _may_hold_n(self, store: Store) -> bool:
-        is_n = self.policy.is_n()
-        return store.holds_letters and any(is_n[ord(letter)] for letter in store.facts["letters"])
 
     def _mark_weights(self) -> np.ndarray:
         """float32[8]: the loss weight of each combination of marks."""

@@ -14,7 +14,7 @@ from longstrand.data.store import Store
 from longstrand.data.text_lines import read_lines
 from longstrand.errors import UserError
 
-_SPAN = re.compile(r"([0-9,]+)(-([0-9,]+)?)?")
+_SPAN = re.compile(r"([0-9,]{1,30})(-([0-9,]{1,30})?)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ def read_regions(texts: Sequence[str], stores: Sequence[Store]) -> list[Region]:
     return regions
 
 
-def locate(regions: Sequence[Region], stores: Sequence[Store], first_store: int = 0) -> tuple[Stretches, int]:
+def locate(regions: Sequence[Region], stores: Sequence[Store]) -> tuple[Stretches, int]:
     """(the regions as stretches, sorted; letters that several of them named): overlapping regions become one.
 
     Raises:
@@ -105,7 +105,7 @@ def locate(regions: Sequence[Region], stores: Sequence[Store], first_store: int 
                 f"{region.where}: ends at {max(end, region.start + 1):,}, but record {region.name!r} has "
                 f"{record_end - offset:,} letters ({stores[index].source})"
             )
-        found[number] = index + first_store, offset + region.start, offset + end
+        found[number] = index, offset + region.start, offset + end
     return _merge(found)
 
 
@@ -140,8 +140,8 @@ def _only_place(region: Region, places: list[tuple[int, int]], stores: Sequence[
 
 
 def _bound(word: str, where: str) -> int:
-    if not (word.isascii() and word.strip().isdigit()):
+    if not (word.isascii() and word.strip().isdigit() and len(word) <= 30):
         raise UserError(
-            f"{where}: {word!r} is not a position; a BED line is: record, start, end (whole numbers)"
+            f"{where}: {word[:30]!r} is not a position; a BED line is: record, start, end (whole numbers)"
         )
     return int(word)

@@ -42,6 +42,22 @@ class WindowSet:
 
 
 @dataclass(frozen=True)
+class FamilyRules:
+    """How sequences of relatives are filled.
+
+    Attributes:
+        least: records of a family that stand together at the least.
+        order: "relatives", or "strangers" for the control.
+        n_max: members with a larger part of N are skipped.
+    """
+
+    least: int
+    seed: int
+    order: Order
+    n_max: float
+
+
+@dataclass(frozen=True)
 class FamilySet:
     """Sequences of relatives, newly mixed in every epoch; every member once per epoch.
 
@@ -49,7 +65,6 @@ class FamilySet:
         members: the stretches that stand together, each at most `length` letters.
         label: their families.
         donors, donor_label: what may stand in for a relative in the control: all of the split, single ones too.
-        order: "relatives", or "strangers" for the control.
     """
 
     members: Stretches
@@ -57,16 +72,14 @@ class FamilySet:
     donors: Stretches
     donor_label: np.ndarray
     length: int
-    least: int
-    seed: int
-    order: Order
+    rules: FamilyRules
     skipped: Skipped
     num_cut: int
 
     def in_epoch(self, epoch: int) -> Documents:
-        rng = np.random.default_rng([self.seed, epoch])
-        groups = relatives_in_sequences(self.label, self.members.lengths, self.length, self.least, rng)
-        if self.order == "relatives":
+        rng = np.random.default_rng([self.rules.seed, epoch])
+        groups = relatives_in_sequences(self.label, self.members.lengths, self.length, self.rules.least, rng)
+        if self.rules.order == "relatives":
             return Documents.of_groups(self.members, groups)
         seed = int(rng.integers(2**62))
         return strangers_for(groups, self.label, self.members, self.donors, self.donor_label, seed)
@@ -107,16 +120,6 @@ def window_set(
     return WindowSet(Documents.of_one_stretch_each(windows), skipped, num_cut)
 
 
-@dataclass(frozen=True)
-class FamilyRules:
-    """How sequences of relatives are filled."""
-
-    least: int
-    seed: int
-    order: Order
-    n_max: float
-
-
 def family_set(
     stores: Sequence[Store],
     reading: Reading,
@@ -145,9 +148,7 @@ def family_set(
         donors=donors,
         donor_label=donor_label,
         length=length,
-        least=rules.least,
-        seed=rules.seed,
-        order=rules.order,
+        rules=rules,
         skipped=skipped,
         num_cut=int((stretches.lengths > length).sum()),
     )

@@ -20,6 +20,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from longstrand.data.letters import reverse_complement
 from longstrand.errors import UserError
 
 _log = logging.getLogger(__name__)
@@ -30,6 +31,7 @@ HAS_N, HAS_LOWER, NOT_SUPERVISED = 1, 2, 4
 
 _BLOCK = 1 << 24
 _STALE_SECONDS = 86_400
+_ONE_SPELLING = bytes.maketrans(b"acgturyswkmbdhvnxU", b"ACGTTRYSWKMBDHVNXT")
 
 
 @dataclass(frozen=True)
@@ -247,13 +249,6 @@ def _crc(path: Path) -> int:
     return crc
 
 
-_FORWARD = bytes.maketrans(b"acgturyswkmbdhvnxU", b"ACGTTRYSWKMBDHVNXT")
-_BACKWARD = bytes.maketrans(
-    b"ACGTUNRYSWKMBDHVXacgtunryswkmbdhvx",
-    b"TGCAANYRSWMKVHDBXTGCAANYRSWMKVHDBX",
-)
-
-
 def _contents(
     values: np.ndarray, marks: np.ndarray | None, starts: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -265,10 +260,10 @@ def _contents(
         if values.dtype == np.uint8:
             hashes.append(hashlib.blake2b(digest_size=16))
             for at in range(start, end, _BLOCK):
-                hashes[0].update(values[at : min(at + _BLOCK, end)].tobytes().translate(_FORWARD))
+                hashes[0].update(values[at : min(at + _BLOCK, end)].tobytes().translate(_ONE_SPELLING))
             for at in range(end, start, -_BLOCK):
-                block = values[max(at - _BLOCK, start) : at][::-1]
-                hashes[1].update(block.tobytes().translate(_BACKWARD))
+                block = reverse_complement(values[max(at - _BLOCK, start) : at])
+                hashes[1].update(block.tobytes().translate(_ONE_SPELLING))
         else:
             hashes[0].update(values[start:end].tobytes())
         digests = [hash_.digest() for hash_ in hashes]
