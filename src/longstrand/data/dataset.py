@@ -12,15 +12,7 @@ import numpy as np
 
 from longstrand.config import DataSection, Source
 from longstrand.data.documents import Documents, Stretches
-from longstrand.data.ledger import (
-    Ledger,
-    PartLedger,
-    Served,
-    SourceLedger,
-    family_facts,
-    file_facts,
-    letters_read_as_n,
-)
+from longstrand.data.ledger import Ledger, PartLedger, Served, SourceLedger, family_facts, letters_read_as_n
 from longstrand.data.letters import LetterPolicy
 from longstrand.data.loader import DocumentPacks, Loader, Shelf
 from longstrand.data.reading import Reading
@@ -214,7 +206,7 @@ class Data:
                 path=entry.source.path,
                 weight=entry.source.weight,
                 kind=entry.kind,
-                files=[file_facts(store) for store in stores],
+                files=[{"path": str(store.source), **store.facts} for store in stores],
                 values=entry.num_values,
                 outside_regions=entry.num_values - chosen,
                 named_twice=entry.named_twice,
@@ -222,15 +214,16 @@ class Data:
                 unknown_tokens=sum(selection.stores[s].facts.get("unknown_tokens", 0) for s in read),
             )
             for part, name in enumerate(PART_NAMES):
-                own = selection.of(index, part)
-                if len(own):
-                    sequences = self._sequences(index, part, self.section.length, None)
-                    records = num_records(letters, letters.of(index, part))
-                    tokens = int(selection.stretches.lengths[own].sum())
+                own, tokens = letters.of(index, part), selection.of(index, part)
+                if len(tokens):
                     line.parts[name] = PartLedger.of(
-                        self._reading, selection.stores, sequences, records, tokens
+                        self._reading,
+                        selection.stores,
+                        self._sequences(index, part, self.section.length, None),
+                        records=num_records(letters, own),
+                        letters=int(letters.stretches.lengths[own].sum()),
+                        values=int(selection.stretches.lengths[tokens].sum()),
                     )
-                    line.part_values[name] = int(letters.stretches.lengths[letters.of(index, part)].sum())
             self.ledger.sources.append(line)
         if letters.families is not None:
             self.ledger.families = family_facts(letters.families)

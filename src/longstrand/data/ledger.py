@@ -21,6 +21,7 @@ class PartLedger:
     """One source's share of one part of the split, for one epoch at the recipe's length."""
 
     records: int
+    letters: int
     values: int
     documents: int
     tokens: int
@@ -32,9 +33,16 @@ class PartLedger:
 
     @classmethod
     def of(
-        cls, reading: Reading, stores: Sequence[Store], sequences: SequenceSet, records: int, values: int
+        cls,
+        reading: Reading,
+        stores: Sequence[Store],
+        sequences: SequenceSet,
+        *,
+        records: int,
+        letters: int,
+        values: int,
     ) -> PartLedger:
-        """Counts one epoch's documents; `values` is what the part holds before any is skipped."""
+        """Counts one epoch's documents; `letters` and `values` (tokens of them) are before any is skipped."""
         documents = sequences.in_epoch(0)
         counts, first = reading.document_counts(stores, documents)
         total, firsts = counts.sum(axis=0), first.sum(axis=0)
@@ -42,6 +50,7 @@ class PartLedger:
         masked = {"n": MASKED_N, "lower_case": MASKED_LOWER, "not_supervised": MASKED_ROW}
         return cls(
             records=records,
+            letters=letters,
             values=values,
             documents=len(documents),
             tokens=int(documents.lengths.sum()),
@@ -109,12 +118,11 @@ class SourceLedger:
     read_as_n: dict[str, int]
     unknown_tokens: int
     parts: dict[str, PartLedger] = field(default_factory=dict)
-    part_values: dict[str, int] = field(default_factory=dict)
     served: Served = field(default_factory=Served)
 
     def missing(self) -> int:
         """Letters and tokens that no line accounts for: 0, or a bug."""
-        apart = self.values - self.outside_regions - sum(self.part_values.values())
+        apart = self.values - self.outside_regions - sum(part.letters for part in self.parts.values())
         return abs(apart) + sum(abs(part.missing()) for part in self.parts.values())
 
     def why_nothing(self, part: str) -> str:
@@ -125,7 +133,7 @@ class SourceLedger:
             f"{count:,} {cause.replace('_', ' ')} ({tokens:,} tokens)"
             for cause, (count, tokens) in self.parts[part].skipped.items()
         ]
-        return f"{self.part_values[part]:,} letters, skipped: {', '.join(causes) or 'none'}"
+        return f"{self.parts[part].letters:,} letters, skipped: {', '.join(causes) or 'none'}"
 
     def as_dict(self) -> dict[str, Any]:
         unit = "letters" if self.kind == "fasta" else "tokens"
@@ -139,9 +147,7 @@ class SourceLedger:
             "named_by_several_regions": self.named_twice,
             "read_as_n": self.read_as_n,
             "unknown_tokens": self.unknown_tokens,
-            "split": {
-                name: {unit: self.part_values[name], **part.as_dict()} for name, part in self.parts.items()
-            },
+            "split": {name: {unit: part.letters, **part.as_dict()} for name, part in self.parts.items()},
             "shown_in_training": vars(self.served),
         }
 
@@ -166,11 +172,6 @@ class Ledger:
             **({"families": self.families} if self.families else {}),
             "sources": [source.as_dict() for source in self.sources],
         }
-
-
-def file_facts(store: Store) -> dict[str, Any]:
-    """What the reader counted in one file."""
-    return {"path": str(store.source), **store.facts}
 
 
 def letters_read_as_n(stores: Sequence[Store], policy: LetterPolicy) -> dict[str, int]:

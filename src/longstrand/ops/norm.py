@@ -11,6 +11,21 @@ from torch import Tensor
 from longstrand.ops.precision import wide
 
 
+def rms_norm(x: Float[Tensor, "*N D"], weight: Float[Tensor, "D"], eps: float) -> Float[Tensor, "*N D"]:
+    """RMSNorm over the last dim: w * x / sqrt(mean(x^2) + eps), the statistics in float32 or wider.
+
+    Source: Zhang and Sennrich 2019, eq. 4; eps inside the root.
+    """
+    return _RmsNorm.apply(x, weight, eps)
+
+
+def gated_rms_norm(
+    x: Float[Tensor, "*N D"], gate: Float[Tensor, "*N D"], weight: Float[Tensor, "D"], eps: float
+) -> Float[Tensor, "*N D"]:
+    """RMSNorm(x) * sigmoid(gate), all in float32 or wider; returned in the gate's dtype."""
+    return (rms_norm(wide(x), wide(weight), eps) * wide(gate).sigmoid()).to(gate.dtype)
+
+
 class _RmsNorm(torch.autograd.Function):
     """y = x / sqrt(mean(x^2) + eps) * w, with one saved scalar per row."""
 
@@ -33,18 +48,3 @@ class _RmsNorm(torch.autograd.Function):
         mean = (dnormed * normed).mean(-1, keepdim=True)
         dx = dnormed.addcmul_(normed, mean, value=-1).mul_(rstd)
         return dx.to(x.dtype), dweight, None
-
-
-def rms_norm(x: Float[Tensor, "*N D"], weight: Float[Tensor, "D"], eps: float) -> Float[Tensor, "*N D"]:
-    """RMSNorm over the last dim: w * x / sqrt(mean(x^2) + eps), the statistics in float32 or wider.
-
-    Source: Zhang and Sennrich 2019, eq. 4; eps inside the root.
-    """
-    return _RmsNorm.apply(x, weight, eps)
-
-
-def gated_rms_norm(
-    x: Float[Tensor, "*N D"], gate: Float[Tensor, "*N D"], weight: Float[Tensor, "D"], eps: float
-) -> Float[Tensor, "*N D"]:
-    """RMSNorm(x) * sigmoid(gate), all in float32 or wider; returned in the gate's dtype."""
-    return (rms_norm(wide(x), wide(weight), eps) * wide(gate).sigmoid()).to(gate.dtype)

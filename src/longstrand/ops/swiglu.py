@@ -9,6 +9,14 @@ from jaxtyping import Float
 from torch import Tensor
 
 
+def swiglu(gate: Float[Tensor, "*N F"], up: Float[Tensor, "*N F"], limit: float) -> Float[Tensor, "*N F"]:
+    """silu(min(gate, limit)) * clamp(up, -limit, limit): the clamps come first, the gate has no minimum.
+
+    Source: transformers `Glm5NextTextMLP`.
+    """
+    return _SwiGlu.apply(gate, up, limit)
+
+
 class _SwiGlu(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, limit: float) -> Tensor:
@@ -27,11 +35,3 @@ class _SwiGlu(torch.autograd.Function):
         d_up = (dy * silu).mul_(up == up_c)
         d_gate = sigmoid * (1 + gate_c - silu)
         return d_gate.mul_(dy).mul_(up_c).mul_(gate == gate_c), d_up, None
-
-
-def swiglu(gate: Float[Tensor, "*N F"], up: Float[Tensor, "*N F"], limit: float) -> Float[Tensor, "*N F"]:
-    """silu(min(gate, limit)) * clamp(up, -limit, limit): the clamps come first, the gate has no minimum.
-
-    Source: transformers `Glm5NextTextMLP`.
-    """
-    return _SwiGlu.apply(gate, up, limit)

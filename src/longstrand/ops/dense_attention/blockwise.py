@@ -9,6 +9,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from longstrand.ops.precision import wide, wide_dtype
+
 POOL_BLOCK = 256
 
 
@@ -35,10 +37,9 @@ def dense_attention(
 
     Transients: T x H x POOL_BLOCK x kpool scores.
     """
-    low = torch.promote_types(q.dtype, torch.float32)
-    peak = q.new_full(q.shape[:2], -torch.inf, dtype=low)
+    peak = q.new_full(q.shape[:2], -torch.inf, dtype=wide_dtype(q.dtype))
     total = torch.zeros_like(peak)
-    out = torch.zeros_like(q, dtype=low)
+    out = torch.zeros_like(q, dtype=peak.dtype)
     for pools, scores in _complete_blocks(q, latents, first_pool, num_visible, kpool, scale):
         values = latents[pools.start * kpool : pools.stop * kpool]
         new_peak = torch.maximum(peak, scores.amax(-1))
@@ -80,13 +81,12 @@ def _complete_blocks(
     q: Tensor, latents: Tensor, first_pool: Tensor, num_visible: Tensor, kpool: int, scale: float
 ) -> Iterator[tuple[slice, Tensor]]:
     """Yields (pools, scores [T, H, pools x kpool]) with -inf where a row does not see the pool."""
-    low = torch.promote_types(q.dtype, torch.float32)
     begin, end = int(first_pool.min()), int((first_pool + num_visible).max())
     for start in range(begin, end, POOL_BLOCK):
         pools = slice(start, min(start + POOL_BLOCK, end))
         ids = torch.arange(pools.start, pools.stop, device=q.device)
         hidden = (ids < first_pool[:, None]) | (ids >= (first_pool + num_visible)[:, None])
-        scores = (q.flatten(0, 1) @ latents[pools.start * kpool : pools.stop * kpool].T).to(low) * scale
+        scores = wide(q.flatten(0, 1) @ latents[pools.start * kpool : pools.stop * kpool].T) * scale
         scores = scores.view(*q.shape[:2], -1)
         yield pools, scores.masked_fill_(hidden.repeat_interleave(kpool, -1).unsqueeze(1), -torch.inf)
 
@@ -97,5 +97,5 @@ def _tail(q: Tensor, latents: Tensor, slots: Tensor, kpool: int, scale: float) -
     own = slots % kpool
     seen = latents.view(-1, kpool, latents.shape[-1])[slots // kpool]
     hidden = (inside > own[:, None]) | (own == kpool - 1)[:, None]
-    scores = torch.bmm(q, seen.mT).to(torch.promote_types(q.dtype, torch.float32)) * scale
+    scores = wide(torch.bmm(q, seen.mT)) * scale
     return scores.masked_fill(hidden.unsqueeze(1), -torch.inf), seen

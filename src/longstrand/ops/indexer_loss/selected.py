@@ -12,6 +12,29 @@ from torch import Tensor
 GATHER_BYTES = 4 << 20
 
 
+def selected_indexer_loss(
+    q: Float[Tensor, "T H D"],
+    weights: Float[Tensor, "T H"],
+    keys: Float[Tensor, "P D"],
+    d_keys: Float[Tensor, "P D"],
+    pools: Int[Tensor, "T I"],
+    mass: Float[Tensor, "T I"],
+) -> Float[Tensor, ""]:
+    """Sum over rows of the KL between the attention's shares of the selected pools and the index scores there.
+
+    Args:
+        q, weights: float32 or wider; q scaled by D^-0.5.
+        d_keys: backward *adds* the pool keys' gradient into it.
+        pools: -1 where unused; a row without any counts 0.
+        mass: attention probability of each selected pool summed over heads, 0 in unused slots; renormalised here.
+
+    Transients: GATHER_BYTES and a few blocks of scores.
+    """
+    total = mass.sum(-1, keepdim=True)
+    target = torch.where(total > 0, mass / total, 0).to(q.dtype)
+    return _SelectedLoss.apply(q, weights, keys, d_keys, pools, target)
+
+
 class _SelectedLoss(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -55,26 +78,3 @@ def _masked_logprobs(scores: Tensor, pools: Tensor) -> Tensor:
     """Log-softmax over the used slots; 0 in unused ones."""
     logprobs = scores.masked_fill(pools < 0, -torch.inf).log_softmax(-1)
     return logprobs.masked_fill(pools < 0, 0)
-
-
-def selected_indexer_loss(
-    q: Float[Tensor, "T H D"],
-    weights: Float[Tensor, "T H"],
-    keys: Float[Tensor, "P D"],
-    d_keys: Float[Tensor, "P D"],
-    pools: Int[Tensor, "T I"],
-    mass: Float[Tensor, "T I"],
-) -> Float[Tensor, ""]:
-    """Sum over rows of the KL between the attention's shares of the selected pools and the index scores there.
-
-    Args:
-        q, weights: float32 or wider; q scaled by D^-0.5.
-        d_keys: backward *adds* the pool keys' gradient into it.
-        pools: -1 where unused; a row without any counts 0.
-        mass: attention probability of each selected pool summed over heads, 0 in unused slots; renormalised here.
-
-    Transients: GATHER_BYTES and a few blocks of scores.
-    """
-    total = mass.sum(-1, keepdim=True)
-    target = torch.where(total > 0, mass / total, 0).to(q.dtype)
-    return _SelectedLoss.apply(q, weights, keys, d_keys, pools, target)

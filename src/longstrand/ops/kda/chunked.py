@@ -22,6 +22,44 @@ BLOCK = 8
 CHUNK = 2 * BLOCK
 
 
+def kda(
+    q: Float[Tensor, "B T H K"],
+    k: Float[Tensor, "B T H K"],
+    v: Float[Tensor, "B T H V"],
+    g: Float[Tensor, "B T H K"],
+    beta: Float[Tensor, "B T H"],
+    state: Float[Tensor, "B H K V"],
+    first: Bool[Tensor, "B T"] | None = None,
+) -> tuple[Float[Tensor, "B T H V"], Float[Tensor, "B H K V"]]:
+    """Outputs and last state of the gated delta rule, in chunks of 16; see `kda_reference` for the definition.
+
+    The log decay g must be at least -5 per token. Documents are told apart inside a chunk by `first`: nothing is
+    padded to a chunk but the tile's end. Transients: about 40 x B x T x H x K values, freed with the tile.
+
+    Source: Kimi Linear (arXiv 2510.26692), section 4; the triangular form is that of DeltaNet (arXiv 2406.06484).
+    """
+    batch, length, heads, _ = q.shape
+    num_chunks = -(-length // CHUNK)
+    q, k, v, g, beta = (
+        _to_chunks(wide(x).reshape(batch, length, heads, -1), num_chunks) for x in (q, k, v, g, beta)
+    )  # N B*H C K
+    q = l2_normalise(q) * q.shape[-1] ** -0.5
+    k = l2_normalise(k)
+    scores, lower, q_in, k_in, k_out, decay = _decayed(q, k, g, beta)
+    if first is not None and bool(first.any()):
+        same, from_carry, to_carry, whole = _document_masks(first, num_chunks, heads, scores.dtype)
+        scores, lower = scores * same, lower * same
+        q_in, k_in, k_out, decay = q_in * from_carry, k_in * from_carry, k_out * to_carry, decay * whole
+    inverse = _UnitLowerInverse.apply(lower)
+    values = v.shape[-1]
+    solved = inverse @ torch.cat([v * beta, k_in * beta], dim=-1)
+    u, w = solved.split([values, k_in.shape[-1]], dim=-1)
+    states, v_new, last = _StateScan.apply(w, u, k_out, decay, wide(state).flatten(0, 1))
+    out = torch.matmul(q_in, states) + torch.matmul(scores, v_new)
+    out = out.view(num_chunks, batch, heads, CHUNK, values).permute(1, 0, 3, 2, 4)
+    return out.reshape(batch, num_chunks * CHUNK, heads, values)[:, :length], last.view_as(state)
+
+
 class _UnitLowerInverse(torch.autograd.Function):
     """(I + L)^-1 for strictly lower L [..., C, C], by substitution: never by powers of L.
 
@@ -103,44 +141,6 @@ class _StateScan(torch.autograd.Function):
         d_k_out = v_new @ after.mT
         d_decay = (after * states[:-1]).sum(-1)
         return d_w, d_u, d_k_out, d_decay, d_next[0]
-
-
-def kda(
-    q: Float[Tensor, "B T H K"],
-    k: Float[Tensor, "B T H K"],
-    v: Float[Tensor, "B T H V"],
-    g: Float[Tensor, "B T H K"],
-    beta: Float[Tensor, "B T H"],
-    state: Float[Tensor, "B H K V"],
-    first: Bool[Tensor, "B T"] | None = None,
-) -> tuple[Float[Tensor, "B T H V"], Float[Tensor, "B H K V"]]:
-    """Outputs and last state of the gated delta rule, in chunks of 16; see `kda_reference` for the definition.
-
-    The log decay g must be at least -5 per token. Documents are told apart inside a chunk by `first`: nothing is
-    padded to a chunk but the tile's end. Transients: about 40 x B x T x H x K values, freed with the tile.
-
-    Source: Kimi Linear (arXiv 2510.26692), section 4; the triangular form is that of DeltaNet (arXiv 2406.06484).
-    """
-    batch, length, heads, _ = q.shape
-    num_chunks = -(-length // CHUNK)
-    q, k, v, g, beta = (
-        _to_chunks(wide(x).reshape(batch, length, heads, -1), num_chunks) for x in (q, k, v, g, beta)
-    )  # N B*H C K
-    q = l2_normalise(q) * q.shape[-1] ** -0.5
-    k = l2_normalise(k)
-    scores, lower, q_in, k_in, k_out, decay = _decayed(q, k, g, beta)
-    if first is not None and bool(first.any()):
-        same, from_carry, to_carry, whole = _document_masks(first, num_chunks, heads, scores.dtype)
-        scores, lower = scores * same, lower * same
-        q_in, k_in, k_out, decay = q_in * from_carry, k_in * from_carry, k_out * to_carry, decay * whole
-    inverse = _UnitLowerInverse.apply(lower)
-    values = v.shape[-1]
-    solved = inverse @ torch.cat([v * beta, k_in * beta], dim=-1)
-    u, w = solved.split([values, k_in.shape[-1]], dim=-1)
-    states, v_new, last = _StateScan.apply(w, u, k_out, decay, wide(state).flatten(0, 1))
-    out = torch.matmul(q_in, states) + torch.matmul(scores, v_new)
-    out = out.view(num_chunks, batch, heads, CHUNK, values).permute(1, 0, 3, 2, 4)
-    return out.reshape(batch, num_chunks * CHUNK, heads, values)[:, :length], last.view_as(state)
 
 
 def _to_chunks(x: Tensor, num_chunks: int) -> Tensor:

@@ -15,6 +15,17 @@ TOKEN_BLOCK = 1024
 VOCABULARY_BLOCK = 16384
 
 
+def token_logprobs(
+    hidden: Float[Tensor, "T D"], weight: Float[Tensor, "W D"], targets: Int[Tensor, "T"]
+) -> Float[Tensor, "T"]:
+    """log softmax(hidden weight^T)[target] in nats, 0 where the target is negative; float32 or wider.
+
+    The result does not depend on the block sizes beyond rounding. Transients: TOKEN_BLOCK x VOCABULARY_BLOCK values,
+    and one float32 gradient of the weight.
+    """
+    return _TokenLogprobs.apply(hidden, weight, targets)
+
+
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
@@ -65,14 +76,3 @@ def _columns(targets: Tensor, words: slice) -> tuple[Tensor, Tensor]:
     """Which targets lie in this part of the vocabulary, and their columns (0 where they do not)."""
     inside = (targets >= words.start) & (targets < words.stop)
     return inside, (targets - words.start).masked_fill(~inside, 0)[:, None]
-
-
-def token_logprobs(
-    hidden: Float[Tensor, "T D"], weight: Float[Tensor, "W D"], targets: Int[Tensor, "T"]
-) -> Float[Tensor, "T"]:
-    """log softmax(hidden weight^T)[target] in nats, 0 where the target is negative; float32 or wider.
-
-    The result does not depend on the block sizes beyond rounding. Transients: TOKEN_BLOCK x VOCABULARY_BLOCK values,
-    and one float32 gradient of the weight.
-    """
-    return _TokenLogprobs.apply(hidden, weight, targets)

@@ -16,6 +16,33 @@ from torch import Tensor
 from longstrand.ops.precision import wide
 
 
+def mhc_gather(
+    x: Float[Tensor, "T R D"],
+    fn: Float[Tensor, "M RD"],
+    base: Float[Tensor, "M"],
+    scale: Float[Tensor, "3"],
+    *,
+    norm_eps: float,
+    eps: float,
+    iterations: int,
+) -> tuple[Float[Tensor, "T D"], Float[Tensor, "T R"], Float[Tensor, "T R R"]]:
+    """The sublayer's input and the weights of `mhc_update`; see `mhc_gather_reference` for the formulas.
+
+    Saved for backward: the streams and about (39 R + 3 M) x T values.
+    """
+    return _Gather.apply(x, fn, base, scale, norm_eps, eps, iterations)
+
+
+def mhc_update(
+    x: Float[Tensor, "T R D"],
+    out: Float[Tensor, "T D"],
+    post: Float[Tensor, "T R"],
+    comb: Float[Tensor, "T R R"],
+) -> Float[Tensor, "T R D"]:
+    """The streams after a sublayer; see `mhc_update_reference`."""
+    return _Update.apply(x, out, post, comb)
+
+
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -111,30 +138,3 @@ class _Update(torch.autograd.Function):
         d_post = (dy * out.unsqueeze(1)).sum(-1)
         d_comb = torch.bmm(x, dy.mT)
         return torch.bmm(comb, dy), d_out, wide(d_post), wide(d_comb)
-
-
-def mhc_gather(
-    x: Float[Tensor, "T R D"],
-    fn: Float[Tensor, "M RD"],
-    base: Float[Tensor, "M"],
-    scale: Float[Tensor, "3"],
-    *,
-    norm_eps: float,
-    eps: float,
-    iterations: int,
-) -> tuple[Float[Tensor, "T D"], Float[Tensor, "T R"], Float[Tensor, "T R R"]]:
-    """The sublayer's input and the weights of `mhc_update`; see `mhc_gather_reference` for the formulas.
-
-    Saved for backward: the streams and about (39 R + 3 M) x T values.
-    """
-    return _Gather.apply(x, fn, base, scale, norm_eps, eps, iterations)
-
-
-def mhc_update(
-    x: Float[Tensor, "T R D"],
-    out: Float[Tensor, "T D"],
-    post: Float[Tensor, "T R"],
-    comb: Float[Tensor, "T R R"],
-) -> Float[Tensor, "T R D"]:
-    """The streams after a sublayer; see `mhc_update_reference`."""
-    return _Update.apply(x, out, post, comb)

@@ -10,6 +10,29 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 
+def short_conv(
+    x: Float[Tensor, "B T C"],
+    weight: Float[Tensor, "C J"],
+    tail: Float[Tensor, "B J1 C"],
+    offsets: Int[Tensor, "T"],
+) -> tuple[Float[Tensor, "B T C"], Float[Tensor, "B J1 C"]]:
+    """silu of the depthwise causal convolution, and the tail for the next tile; see `short_conv_reference`.
+
+    Computed in the weight's dtype (float32 or wider) and returned in that of x; a piece may be shorter than the
+    window. Transients: 3 x B x T x C values.
+    """
+    taps = weight.shape[1]
+    joined = torch.cat([tail, x], dim=1)
+    near = bool((offsets < taps - 1).any())
+    inside: list[Tensor | None] = [None]
+    for lag in range(1, taps):
+        mask = (offsets >= lag).to(weight.dtype)[:, None] if near else None
+        inside.append(mask)
+    out = F.silu(_Taps.apply(joined.to(weight.dtype), weight, inside))
+    # A copy: the tail is kept at a tile border, and a view would keep the whole tile alive.
+    return out.to(x.dtype), joined[:, joined.shape[1] - (taps - 1) :].clone()
+
+
 class _Taps(torch.autograd.Function):
     """sum_j w[J-1-j] x_{t-j}, taps that reach before the document left out; inputs `joined` hold the J-1 before."""
 
@@ -41,25 +64,3 @@ class _Taps(torch.autograd.Function):
             if d_weight is not None:
                 d_weight[:, begin] = (masked * joined[:, begin : begin + length]).sum((0, 1))
         return d_joined, d_weight, None
-
-
-def short_conv(
-    x: Float[Tensor, "B T C"],
-    weight: Float[Tensor, "C J"],
-    tail: Float[Tensor, "B J1 C"],
-    offsets: Int[Tensor, "T"],
-) -> tuple[Float[Tensor, "B T C"], Float[Tensor, "B J1 C"]]:
-    """silu of the depthwise causal convolution, and the tail for the next tile; see `short_conv_reference`.
-
-    Computed in the weight's dtype (float32 or wider) and returned in that of x; a piece may be shorter than the
-    window. Transients: 3 x B x T x C values.
-    """
-    taps = weight.shape[1]
-    joined = torch.cat([tail, x], dim=1)
-    near = bool((offsets < taps - 1).any())
-    inside: list[Tensor | None] = [None]
-    for lag in range(1, taps):
-        mask = (offsets >= lag).to(weight.dtype)[:, None] if near else None
-        inside.append(mask)
-    out = F.silu(_Taps.apply(joined.to(weight.dtype), weight, inside))
-    return out.to(x.dtype), joined[:, joined.shape[1] - (taps - 1) :]

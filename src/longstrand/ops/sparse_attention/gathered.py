@@ -9,9 +9,36 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-GATHER_BYTES = (
-    4 << 20
-)  # one block's gathered latents: above this they fall out of the cache (17 against 0.8 us/token)
+from longstrand.ops.precision import wide, wide_dtype
+
+GATHER_BYTES = 4 << 20
+"""One block's gathered latents; above this they fall out of the cache (17 against 0.8 us/token, 1 thread)."""
+
+
+def sparse_attention(
+    q: Float[Tensor, "T H L"],
+    latents: Float[Tensor, "N L"],
+    d_latents: Float[Tensor, "N L"] | None,
+    pools: Int[Tensor, "T I"],
+    slots: Int[Tensor, "T"],
+    *,
+    kpool: int,
+    scale: float,
+) -> tuple[Float[Tensor, "T H L"], Float[Tensor, "T I"]]:
+    """Attention to the selected pools and the own incomplete one; see `sparse_attention_reference`.
+
+    Args:
+        q: queries in latent space (the key projection absorbed).
+        latents: the buffer of the whole scan, a multiple of kpool rows; rows that no token fills are zero.
+        d_latents: float32 or wider, same shape: backward *adds* the latents' gradient into it (the rows in use only).
+            None under `no_grad`.
+        pools: selected pools, -1 where unused.
+        slots: row of each query's own token in `latents`.
+
+    Returns: outputs, and the probability mass of each selected pool summed over heads (no gradient).
+    Transients: 2 x GATHER_BYTES and a few blocks of scores.
+    """
+    return _SparseAttention.apply(q, latents, d_latents, pools, slots, kpool, scale)
 
 
 class _SparseAttention(torch.autograd.Function):
@@ -27,7 +54,7 @@ class _SparseAttention(torch.autograd.Function):
         scale: float,
     ) -> tuple[Tensor, Tensor]:
         out = torch.empty_like(q)
-        mass = q.new_empty(pools.shape, dtype=torch.promote_types(q.dtype, torch.float32))
+        mass = q.new_empty(pools.shape, dtype=wide_dtype(q.dtype))
         for rows, gathered, _, hidden in _blocks(q, latents, pools, slots, kpool):
             probabilities = _probabilities(q[rows], gathered, hidden, scale)
             torch.bmm(probabilities.to(q.dtype), gathered, out=out[rows])
@@ -79,32 +106,5 @@ def _blocks(
 
 
 def _probabilities(q: Tensor, gathered: Tensor, hidden: Tensor, scale: float) -> Tensor:
-    scores = torch.bmm(q, gathered.mT).mul_(scale)
-    scores = scores.to(torch.promote_types(q.dtype, torch.float32))
+    scores = wide(torch.bmm(q, gathered.mT).mul_(scale))
     return scores.masked_fill_(hidden, -torch.inf).softmax(dim=-1)
-
-
-def sparse_attention(
-    q: Float[Tensor, "T H L"],
-    latents: Float[Tensor, "N L"],
-    d_latents: Float[Tensor, "N L"] | None,
-    pools: Int[Tensor, "T I"],
-    slots: Int[Tensor, "T"],
-    *,
-    kpool: int,
-    scale: float,
-) -> tuple[Float[Tensor, "T H L"], Float[Tensor, "T I"]]:
-    """Attention to the selected pools and the own incomplete one; see `sparse_attention_reference`.
-
-    Args:
-        q: queries in latent space (the key projection absorbed).
-        latents: the buffer of the whole scan, a multiple of kpool rows; rows that no token fills are zero.
-        d_latents: float32 or wider, same shape: backward *adds* the latents' gradient into it (the rows in use only).
-            None under `no_grad`.
-        pools: selected pools, -1 where unused.
-        slots: row of each query's own token in `latents`.
-
-    Returns: outputs, and the probability mass of each selected pool summed over heads (no gradient).
-    Transients: 2 x GATHER_BYTES and a few blocks of scores.
-    """
-    return _SparseAttention.apply(q, latents, d_latents, pools, slots, kpool, scale)

@@ -7,14 +7,6 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 
-def visible_slots(pools: Tensor, slot: int, kpool: int) -> list[int]:
-    """Slots a query may attend to: those of its selected pools, and its own incomplete pool up to itself."""
-    slots = [int(pool) * kpool + j for pool in pools if pool >= 0 for j in range(kpool)]
-    if slot % kpool != kpool - 1:
-        slots += list(range(slot - slot % kpool, slot + 1))
-    return slots
-
-
 def sparse_attention_reference(
     q: Float[Tensor, "T H L"],
     latents: Float[Tensor, "N L"],
@@ -32,7 +24,7 @@ def sparse_attention_reference(
     """
     outputs, masses = [], []
     for t in range(len(q)):
-        visible = visible_slots(pools[t], int(slots[t]), kpool)
+        visible = _visible_slots(pools[t], int(slots[t]), kpool)
         seen = latents[visible]
         probabilities = torch.softmax(scale * q[t] @ seen.T, dim=-1)  # H N
         outputs.append(probabilities @ seen)
@@ -42,3 +34,11 @@ def sparse_attention_reference(
             mass[i] = probabilities[:, rank * kpool : (rank + 1) * kpool].sum()
         masses.append(mass)
     return torch.stack(outputs), torch.stack(masses)
+
+
+def _visible_slots(pools: Tensor, slot: int, kpool: int) -> list[int]:
+    """Slots a query may attend to: those of its selected pools, and its own incomplete pool up to itself."""
+    slots = [int(pool) * kpool + j for pool in pools if pool >= 0 for j in range(kpool)]
+    if slot % kpool != kpool - 1:
+        slots += list(range(slot - slot % kpool, slot + 1))
+    return slots
