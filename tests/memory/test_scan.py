@@ -23,6 +23,12 @@ class Leaky:
     def trains(self):
         return self.w.requires_grad
 
+    def learns_to_select(self):
+        return False
+
+    def warm_up_tile(self, x, tile, d_carry, opened, side):
+        raise AssertionError("nothing to warm up")
+
     def start(self, layout):
         return torch.zeros(STREAMS, WIDTH, dtype=torch.float64)
 

@@ -62,12 +62,12 @@ class Recomputed:
     """One tile of a layer, recomputed with a graph.
 
     Attributes:
-        y: the layer's output; None in warm-up, where no gradient enters from above.
+        y: the layer's output.
         roots, root_grads: what else is backpropagated together with y (a carry handed on, side losses).
         close: called once that is done; finishes the tile and returns its input's gradient and that of its carry.
     """
 
-    y: Tensor | None
+    y: Tensor
     roots: list[Tensor]
     root_grads: list[Tensor]
     close: Callable[[], tuple[Tensor, Any]]
@@ -95,6 +95,12 @@ class ScanLayer(Protocol):
         self, x: Tensor, tile: Tile, carry: Any, d_carry: Any, choices: Choices, opened: Any, side: SideLosses
     ) -> Recomputed:
         """The same tile with a graph and the choices as they were made; d_carry is None for the last tile."""
+
+    def warm_up_tile(self, x: Tensor, tile: Tile, d_carry: Any, opened: Any, side: SideLosses) -> Any:
+        """Adds the indexer's loss of a tile and its gradients; returns the gradient of the carry before it."""
+
+    def learns_to_select(self) -> bool:
+        """Whether the layer has an indexer that receives gradients."""
 
     def trains(self) -> bool:
         """Whether a parameter of this layer receives a gradient."""
@@ -190,31 +196,40 @@ class _Walk:
             self.choices.pop(index - 1, None)
 
     def backward(self, d_mean: Tensor) -> Tensor | None:
-        """Walks the layers and tiles back; returns the embedding's gradient. `dy` is overwritten by dx in place."""
-        dy: Tensor | None = None
-        first = self._first_trained()
-        for index in range(len(self.layers) - 1, first - 1, -1):
-            layer, stream = self.layers[index], self.inputs.pop(index, None)
-            choices, carries = self.choices.pop(index), self.carries.pop(index)
-            if self.side.indexer == "warmup" and not layer.trains():
-                continue
-            opened = layer.reopen(partial(self._read, stream), self.layout, self.tile_size)
-            if dy is None:
-                source, dy = d_mean, d_mean.new_empty(len(d_mean), self.streams, d_mean.shape[1])
+        """Walks the layers and tiles back; returns the embedding's gradient."""
+        dy = None
+        for index in range(len(self.layers) - 1, self._first_trained() - 1, -1):
+            if self.side.indexer == "warmup":
+                self._warm_up_layer(index)
             else:
-                source = dy
+                dy = self._backward_layer(index, d_mean if dy is None else dy)
+        return self._embedding_gradient(dy) if self.trains_embedding and dy is not None else None
+
+    def _backward_layer(self, index: int, above: Tensor) -> Tensor:
+        """Gradient of a layer's input: in place over that of its output, once there is one per stream."""
+        layer, stream = self.layers[index], self.inputs.pop(index, None)
+        choices, carries = self.choices.pop(index), self.carries.pop(index)
+        opened = layer.reopen(partial(self._read, stream), self.layout, self.tile_size)
+        dx = above if above.dim() == 3 else above.new_empty(len(above), self.streams, above.shape[1])
+        d_carry = None
+        for tile in self.layout.tiles_back(self.tile_size):
+            rows = {name: value[tile.rows] for name, value in choices.items()}
+            done = layer.recompute_tile(
+                self._read(stream, tile), tile, carries.pop(), d_carry, rows, opened, self.side
+            )
+            torch.autograd.backward([done.y, *done.roots], [self._above(above, tile), *done.root_grads])
+            dx[tile.rows], d_carry = done.close()
+        return dx
+
+    def _warm_up_layer(self, index: int) -> None:
+        """Only indexers learn: no gradient enters a layer from above or leaves it below."""
+        layer, stream = self.layers[index], self.inputs.pop(index, None)
+        del self.choices[index], self.carries[index]
+        if layer.learns_to_select():
+            opened = layer.reopen(partial(self._read, stream), self.layout, self.tile_size)
             d_carry = None
             for tile in self.layout.tiles_back(self.tile_size):
-                rows = {name: value[tile.rows] for name, value in choices.items()}
-                done = layer.recompute_tile(
-                    self._read(stream, tile), tile, carries.pop(), d_carry, rows, opened, self.side
-                )
-                roots, grads = done.roots, done.root_grads
-                if done.y is not None:
-                    roots, grads = [done.y, *roots], [self._above(source, tile), *grads]
-                torch.autograd.backward(roots, grads)
-                dy[tile.rows], d_carry = done.close()
-        return self._embedding_gradient(dy) if self.trains_embedding and dy is not None else None
+                d_carry = layer.warm_up_tile(self._read(stream, tile), tile, d_carry, opened, self.side)
 
     def _read(self, stream: Tensor | None, tile: Tile) -> Tensor:
         """A tile of a layer's input; that of the first layer is the embedding copied to all streams."""

@@ -50,6 +50,12 @@ class _Layer(nn.Module):
     def trains(self) -> bool:
         return any(parameter.requires_grad for parameter in self.parameters())
 
+    def learns_to_select(self) -> bool:
+        return False
+
+    def warm_up_tile(self, x: Tensor, tile: Tile, d_carry: Any, opened: Any, side: SideLosses) -> Any:
+        raise AssertionError("a layer without an indexer has nothing to warm up")
+
     def _enter_mixer(self, x: Tensor) -> Site:
         return self._enter(x, "attn", self.input_layernorm)
 
@@ -232,8 +238,6 @@ class DsaLayer(_Layer):
         opened: _Opened,
         side: SideLosses,
     ) -> Recomputed:
-        if side.indexer == "warmup":
-            return self._warm_up_tile(x, tile, d_carry, opened, side)
         attention, carry = self.self_attn, opened.carries[tile.start]
         cut, ends = _Cut(x, self._enter_mixer), _Ends()
         h, post, comb = cut.leaves
@@ -243,7 +247,7 @@ class DsaLayer(_Layer):
             attention.queries(q_resid), carry, opened.latents, choices["pools"], tile
         )
         keys = None
-        if side.indexer == "sparse" and attention.indexer is not None:
+        if side.indexer == "sparse" and self.learns_to_select():
             keys = _IndexKeys(attention, h.detach(), tile, carry, opened)
             loss = keys.selected_loss(q_resid.detach(), choices["pools"], mass)
             side.indexer_kl += float(loss.detach())
@@ -258,19 +262,21 @@ class DsaLayer(_Layer):
 
         return Recomputed(y, ends.roots, ends.grads, close)
 
-    def _warm_up_tile(
-        self, x: Tensor, tile: Tile, d_carry: Tensor | None, opened: _Opened, side: SideLosses
-    ) -> Recomputed:
-        """Only the indexer learns: no gradient enters from above, none leaves below."""
+    @torch.enable_grad()
+    def warm_up_tile(
+        self, x: Float[Tensor, "T R D"], tile: Tile, d_carry: Tensor | None, opened: _Opened, side: SideLosses
+    ) -> Tensor:
         attention, carry = self.self_attn, opened.carries[tile.start]
-        if attention.indexer is None:
-            return Recomputed(None, [], [], lambda: (torch.zeros_like(x), None))
         with torch.no_grad():
             h = self._enter_mixer(x)[0]
             q_resid = attention.query_residual(h)
         keys = _IndexKeys(attention, h, tile, carry, opened)
-        roots, grads = keys.dense_loss(q_resid, side)
-        return Recomputed(None, roots, grads, lambda: (torch.zeros_like(x), keys.walk_back(d_carry)))
+        torch.autograd.backward(*keys.dense_loss(q_resid, side))
+        return keys.walk_back(d_carry)
+
+    def learns_to_select(self) -> bool:
+        indexer = self.self_attn.indexer
+        return indexer is not None and any(weight.requires_grad for weight in indexer.parameters())
 
 
 class _IndexKeys:

@@ -103,7 +103,7 @@ def aux_loss(logits: Float[Tensor, "T E"], side: SideLosses) -> Float[Tensor, ""
 
     Source: Switch Transformer (arXiv 2101.03961), eq. 4-6; transformers `load_balancing_loss_func`.
     """
-    counts = torch.stack(list(side.expert_counts.values())).sum(0)
+    counts = torch.stack(list(side.expert_counts.values())).sum(0).to(logits.dtype)
     num_active_rows = counts.sum()  # layers x tokens x active experts
     rows = num_active_rows / side.num_active
     share = counts / rows

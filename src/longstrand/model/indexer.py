@@ -59,4 +59,5 @@ class Indexer(nn.Module):
         keys, gates = members.chunk(2, dim=-1)
         shares = (wide(gates) + wide(self.index_kpool_compress_ape)).softmax(dim=1)
         pooled = (shares.to(keys.dtype) * keys).sum(dim=1)
-        return tile.slots[ends] // self.kpool, pooled, joined[len(joined) - (self.kpool - 1) :]
+        tail = joined[len(joined) - (self.kpool - 1) :].clone()  # a view would keep the whole tile alive
+        return tile.slots[ends] // self.kpool, pooled, tail

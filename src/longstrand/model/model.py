@@ -59,7 +59,8 @@ class Model(nn.Module):
             tile=tile,
             side=side or SideLosses(),
         )
-        return rms_norm(mean, self.norm.weight, self.architecture.rms_norm_eps)
+        scale = self.norm.weight.detach() if _warms_up(side) else self.norm.weight
+        return rms_norm(mean, scale, self.architecture.rms_norm_eps)
 
     def token_logprobs(
         self, pack: Pack, tile: int = 1024, side: SideLosses | None = None
@@ -78,7 +79,8 @@ class Model(nn.Module):
             float32, or float64 for a float64 model.
         """
         hidden = self.hidden(pack, tile, side)
-        return token_logprobs(hidden, self.lm_head.weight, pack.targets.to(hidden.device))
+        head = self.lm_head.weight.detach() if _warms_up(side) else self.lm_head.weight
+        return token_logprobs(hidden, head, pack.targets.to(hidden.device))
 
     def groups(self) -> dict[str, list[str]]:
         """Parameter names by the group that a recipe trains or freezes."""
@@ -102,6 +104,11 @@ class Model(nn.Module):
             if isinstance(tensor, nn.Parameter):
                 tensor.grad_dtype = wide
         return self
+
+
+def _warms_up(side: SideLosses | None) -> bool:
+    """In warm-up nothing but the indexer learns."""
+    return side is not None and side.indexer == "warmup"
 
 
 def kernels(model: Model) -> dict[str, str]:
