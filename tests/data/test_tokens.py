@@ -174,6 +174,16 @@ def test_only_the_assistants_turns_are_supervised(folder: Path, plain: Tokenizer
     assert (ids, supervised) == ([*expected_ids, 0], [*expected, 1])
 
 
+def test_a_tokenizer_file_alone_brings_neither_an_end_token_nor_a_template(
+    folder: Path, tmp_path: Path
+) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((folder / name).read_bytes())
+    (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
+    alone = TextTokenizer(str(tmp_path / "tokenizer.json"), None)
+    assert (alone.eos, alone.chat) == (None, None) and TextTokenizer(str(tmp_path), None).chat is not None
+
+
 def test_a_template_that_fails_on_a_row_names_the_row(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
     (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content + 1 }}")

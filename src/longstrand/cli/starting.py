@@ -10,6 +10,13 @@ from longstrand.config import Recipe, dump_toml
 from longstrand.errors import UserError
 
 _ENDINGS = (".gz", ".bgz", ".fa", ".fasta", ".fna", ".jsonl", ".json", ".txt")
+_HEADER = """\
+# What to train, on what, and how. Lines that begin with "# name =" are settings that are absent.
+#   longstrand train {path} --dry-run    checks it against the data
+#   longstrand train {path}
+# The four to look at first: data.split (what is held out), train.steps, train.lr, memory.tile.
+
+"""
 
 
 def write_recipe(data: str, length: int, model: str, out: Path | None) -> Path:
@@ -39,15 +46,6 @@ def write_recipe(data: str, length: int, model: str, out: Path | None) -> Path:
     except OSError as error:
         raise UserError(f"{path}: cannot be written ({error.strerror}); choose another --out") from None
     return path
-
-
-_HEADER = """\
-# What to train, on what, and how. Lines that begin with "# name =" are settings that are absent.
-#   longstrand train {path} --dry-run    checks it against the data
-#   longstrand train {path}
-# The four to look at first: data.split (what is held out), train.steps, train.lr, memory.tile.
-
-"""
 
 
 def _settings(data: str, length: int, model: str, stem: str) -> dict[str, Any]:

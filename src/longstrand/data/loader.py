@@ -29,13 +29,6 @@ class Shelf:
     served: Served
 
 
-@dataclass(frozen=True)
-class _Epoch:
-    documents: Documents
-    flips: np.ndarray  # bool[D], shown on the other strand
-    packs: list[np.ndarray]  # documents of each sequence, in order
-
-
 class Loader:
     """Hands out the sequences of each step; the order depends on seed and step only.
 
@@ -190,3 +183,10 @@ def fill_packs(order: np.ndarray, lengths: np.ndarray, length: int) -> list[np.n
             open_packs = [*open_packs[-_OPEN_PACKS + 1 :], (len(packs) - 1, length - need)]
         open_packs = [(pack, room) for pack, room in open_packs if room > 1]
     return [np.array(pack) for pack in packs]
+
+
+@dataclass(frozen=True)
+class _Epoch:
+    documents: Documents
+    flips: np.ndarray  # bool[D], shown on the other strand
+    packs: list[np.ndarray]  # documents of each sequence, in order

@@ -112,6 +112,11 @@ def tokenized(selection: Selection, tokenizer: TextTokenizer, policy: LetterPoli
     return replace(selection, stores=stores, stretches=Stretches(store, start, end, turned))
 
 
+def num_records(selection: Selection, chosen: np.ndarray) -> int:
+    """How many records the chosen stretches are of."""
+    return len(np.unique(records_of(selection.stores, selection.stretches.take(chosen))))
+
+
 def _open_source(
     source: Source, section: DataSection, cache: Path, tokenizer: TextTokenizer | None, stores: list[Store]
 ) -> tuple[Input, Stretches]:
@@ -207,8 +212,3 @@ def _with_split(section: DataSection, selection: Selection) -> Selection:
     # Units are numbered in the order of their names; contents are hashes, so that order does not follow the files'.
     part_of = split_units(units, stretches.lengths, shares, split.seed, split.by)
     return replace(selection, part_of=part_of)
-
-
-def num_records(selection: Selection, chosen: np.ndarray) -> int:
-    """How many records the chosen stretches are of."""
-    return len(np.unique(records_of(selection.stores, selection.stretches.take(chosen))))

@@ -52,11 +52,6 @@ class Encoded:
     uncovered: int
 
 
-class _Encoding(Protocol):
-    ids: list[int]
-    offsets: list[tuple[int, int]]
-
-
 class TextTokenizer:
     """A Hugging Face tokenizer behind the cut rule.
 
@@ -65,8 +60,8 @@ class TextTokenizer:
     shorter than `cut` are untouched. No special tokens are added inside.
 
     Attributes:
-        eos: id of the end token that the folder names, or None.
-        chat: the folder's chat template, or None.
+        eos: id of the end token that the folder names, or None (also where a tokenizer.json alone is named).
+        chat: the folder's chat template, or None likewise.
         fingerprint: changes whenever the ids for some text could.
     """
 
@@ -86,7 +81,9 @@ class TextTokenizer:
         special = {name: _token_text(config.get(name)) for name in ("bos_token", "eos_token", "pad_token")}
         special_tokens = {name: text for name, text in special.items() if text is not None}
         self.eos = self._id_of_eos(special["eos_token"])
-        self.chat: ChatTemplate | None = read_chat_template(file.parent, config, special_tokens)
+        self.chat: ChatTemplate | None = (
+            read_chat_template(folder, config, special_tokens) if folder.is_dir() else None
+        )
         template = self.chat.source if self.chat else ""
         parts = [data, str(cut).encode(), str(self.eos).encode(), template.encode(), repr(special).encode()]
         self.fingerprint = hashlib.sha256(b"\0".join(parts)).hexdigest()
@@ -139,6 +136,18 @@ class TextTokenizer:
         return found
 
 
+def spans_of(widths: np.ndarray, flags: np.ndarray) -> np.ndarray:
+    """bool per token: whether any of the characters it stands for has its flag set."""
+    total = np.concatenate([[0], np.cumsum(flags)])
+    ends = np.cumsum(widths)
+    return (total[ends] - total[ends - widths]) > 0
+
+
+class _Encoding(Protocol):
+    ids: list[int]
+    offsets: list[tuple[int, int]]
+
+
 def _load_tokenizer(data: bytes, file: Path) -> Any:
     try:
         from tokenizers import Tokenizer
@@ -176,10 +185,3 @@ def _read_json(path: Path) -> dict[str, Any]:
 def _token_text(value: object) -> str | None:
     text = value.get("content") if isinstance(value, dict) else value
     return text if isinstance(text, str) else None
-
-
-def spans_of(widths: np.ndarray, flags: np.ndarray) -> np.ndarray:
-    """bool per token: whether any of the characters it stands for has its flag set."""
-    total = np.concatenate([[0], np.cumsum(flags)])
-    ends = np.cumsum(widths)
-    return (total[ends] - total[ends - widths]) > 0
