@@ -44,6 +44,6 @@ def demo_recipe(out: Path, seed: int) -> Recipe:
         update={
             "run": recipe.run.model_copy(update={"out": str(out), "seed": seed}),
             "model": recipe.model.model_copy(update={"path": str(SHIPPED / "checkpoint")}),
-            "data": recipe.data.model_copy(update={"sources": [genes], "cache": str(out / "cache")}),
+            "data": recipe.data.model_copy(update={"sources": [genes], "cache": str(out / ".cache")}),
         }
     )
