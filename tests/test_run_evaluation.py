@@ -83,7 +83,7 @@ def expected_nats(model, *, lower_case_weight: float) -> tuple[float, float]:
 
 
 def test_a_model_folder_is_scored_with_the_defaults(tmp_path: Path, fasta: Path, capsys):
-    folder = save_model(load_model(toy(), seed=3), tmp_path / "model")
+    folder = save_model(load_model(toy(), seed=3), tmp_path / "model [b]")
     series = run_evaluation(folder, [str(fasta)], 64)
     total, weights = expected_nats(load_model(toy(), seed=3), lower_case_weight=1.0)
     assert series["nats"] == pytest.approx(total / weights, rel=1e-5)
@@ -91,7 +91,7 @@ def test_a_model_folder_is_scored_with_the_defaults(tmp_path: Path, fasta: Path,
     printed = capsys.readouterr().out
     assert f"{total / weights / math.log(2):.3f}" in printed
     assert "bits per base" in printed
-    assert "4 masked targets" in printed
+    assert "4 masked targets" in printed and "[b]" in printed
     assert max(map(len, printed.splitlines())) <= 100
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 import longstrand
@@ -63,7 +64,7 @@ def show(findings: list[Finding], console: Console | None = None) -> None:
     colours = {"ok": "green", "note": "yellow", "missing": "dim", "bad": "bold red"}
     table = Table(box=None, show_header=False)
     for finding in findings:
-        table.add_row(finding.name, f"[{colours[finding.state]}]{finding.state}[/]", finding.found)
+        table.add_row(finding.name, f"[{colours[finding.state]}]{finding.state}[/]", escape(finding.found))
     (console or Console()).print(table)
 
 

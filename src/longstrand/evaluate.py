@@ -11,20 +11,12 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import track
 from rich.table import Table
 from torch import Tensor
 
-from longstrand.buckets import (
-    Bucket,
-    BucketSums,
-    Comparison,
-    check_edges,
-    compare,
-    default_edges,
-    loses_late_gain,
-    mean_nats,
-)
+from longstrand.buckets import Bucket, BucketSums, check_edges, compare, default_edges, mean_nats
 from longstrand.config import Source
 from longstrand.data import Data, Pack, open_evaluation
 from longstrand.data.pack import NO_TARGET
@@ -34,16 +26,13 @@ from longstrand.trained import Trained, load_trained
 from longstrand.wording import Unit, count, tokens_range, unit_for
 
 __all__ = [
-    "Comparison",
     "ScoresTokens",
     "append_series",
     "by_position",
     "compare",
     "default_edges",
     "evaluate_series",
-    "loses_late_gain",
     "run_evaluation",
-    "sum_by_position",
 ]
 
 
@@ -68,7 +57,7 @@ def by_position(model: ScoresTokens, packs: Iterable[Pack], edges: Sequence[int]
             instead, use `evaluate_series`.
         CheckFailed: a log-probability that is not finite.
     """
-    sums = sum_by_position(model, packs, edges, tile)
+    sums = _sum_by_position(model, packs, edges, tile)
     if sums.beyond:
         raise UserError(
             f"{sums.beyond:,} targets have more context than the last bucket edge ({edges[-1]:,} tokens): "
@@ -88,7 +77,7 @@ def evaluate_series(
         UserError: edges that do not increase.
         CheckFailed: a log-probability that is not finite.
     """
-    return series_from(sum_by_position(model, packs, edges, tile), name, step)
+    return series_from(_sum_by_position(model, packs, edges, tile), name, step)
 
 
 def run_evaluation(
@@ -129,7 +118,7 @@ def run_evaluation(
     return series
 
 
-def sum_by_position(
+def _sum_by_position(
     model: ScoresTokens, packs: Iterable[Pack], edges: Sequence[int], tile: int
 ) -> BucketSums:
     """Sums per document and bucket; packs are drawn one at a time and none is kept."""
@@ -226,9 +215,8 @@ def _print_table(series: Series, unit: Unit, skipped: list[dict[str, Any]]) -> N
     console = Console()
     if not console.is_terminal:
         console = Console(width=100)
-    table = Table(
-        title=f"{series['name']}: loss by position, {unit.name}", title_justify="left", min_width=78
-    )
+    title = f"{escape(series['name'])}: loss by position, {unit.name}"
+    table = Table(title=title, title_justify="left", min_width=78)
     table.add_column("context tokens")
     for name in ("tokens scored", "sequences", unit.name, "95 % interval"):
         table.add_column(name, justify="right")

@@ -12,7 +12,6 @@ from longstrand.errors import UserError
 from longstrand.model import Model, load_model
 from longstrand.state import FOLDER, latest_checkpoint, load_checkpoint
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 _SHIPPED = Path(__file__).parent / "configs"
 
 
@@ -81,7 +80,8 @@ def model_source(model: ModelSection) -> Path:
 def _from_checkpoint(checkpoint: Path, run: Path) -> Trained:
     recipe = load_recipe(run / "run.toml")
     source = model_source(recipe.model)
-    model = load_model(source, _DTYPES[recipe.run.dtype], seed=recipe.run.seed, init=recipe.model.init)
+    dtype = getattr(torch, recipe.run.dtype)
+    model = load_model(source, dtype, seed=recipe.run.seed, init=recipe.model.init)
     weights = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
     step = int(load_checkpoint(checkpoint, weights, prefix="model.")["step"])
     return Trained(model, f"step {step:,} of {run}", recipe, step, source if source.is_dir() else None)
