@@ -71,6 +71,9 @@ def is_one_line(called: Called) -> bool:
         ),
         (["demo", "--seeds", "0"], "--seeds"),
         (["bench", "nothing"], "bench nothing: no such measurement"),
+        (["train", "caf\udce9.toml"], "'caf\\udce9.toml': its bytes are not UTF-8; rename the file"),
+        (["init", "--data", "my genome.fa", "--length", "16k", "--model", ""], "model.path = '': "),
+        (["init", "--data", "my genome.fa", "--length", "9" * 30], "and below 2**63"),
     ],
 )
 def test_a_bad_command_or_setting_is_one_line_and_code_2(call, genome, arguments, says):
@@ -99,6 +102,11 @@ def test_debug_shows_the_traceback_and_keeps_the_code(call):
         (Stopped(15, "saved at step 3"), 143, "stopped by SIGTERM: saved at step 3\n"),
         (
             RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried 4 PB"),
+            1,
+            "error: out of memory; lower memory.tile or data.length",
+        ),
+        (
+            RuntimeError("Storage size calculation overflowed with sizes=[1000000000000000000, 16]"),
             1,
             "error: out of memory; lower memory.tile or data.length",
         ),

@@ -254,6 +254,38 @@ def test_an_override_that_cannot_be_placed_is_refused(override, says):
     assert says in refusal(MINIMAL, override)
 
 
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("train.steps=" + "9" * 30, "9: must be below 2**63; lower it"),
+        ("train.steps=" + "9" * 5000, "not a valid TOML value"),
+        ("train.betas=" + "[" * 20_000, "not a valid TOML value"),
+        (f'data.length="{"9" * 5000}"', "must be a whole number of tokens"),
+        ('data.length="99999999999999M"', "and below 2**63"),
+        ("run.threads=2000", "run.threads = 2000: must be at most 1024"),
+        ('run.out="a\\u0000b"', "must not hold the character U+0000"),
+        ("data.sources.0.path=~nobody_has_this_name/x", "no home folder is known"),
+    ],
+)
+def test_what_no_machine_can_use_is_refused_with_the_recipe(override, says):
+    assert says in refusal(MINIMAL, override)
+
+
+def test_numbers_and_nesting_beyond_every_limit_are_broken_toml():
+    for text in ("a = " + "9" * 5000, "a = " + "[" * 20_000):
+        assert "not valid TOML" in refusal(text)
+
+
+def test_without_a_home_folder_the_cache_must_be_set(monkeypatch):
+    def expanded(path: Path) -> Path:
+        if str(path).startswith("~"):
+            raise RuntimeError("Could not determine home directory.")
+        return path
+
+    monkeypatch.setattr(Path, "expanduser", expanded)
+    assert 'data.cache = "~/.cache/longstrand": no home folder is known' in refusal(MINIMAL)
+
+
 def test_overrides_reach_every_depth_and_a_bare_word_is_a_string():
     recipe = read_recipe_text(
         MINIMAL,
@@ -295,13 +327,14 @@ def test_what_is_written_reads_back_equal_and_lists_every_setting():
 texts = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=8).filter(
     lambda t: t != "none"
 )
+paths = texts.filter(lambda t: "\0" not in t and not t.startswith("~"))
 
 
 @settings(deadline=None, max_examples=60)
 @given(
-    out=texts,
-    path=texts,
-    bed=st.none() | texts,
+    out=paths,
+    path=paths,
+    bed=st.none() | paths,
     title=st.none() | texts,
     lr=st.floats(1e-300, 1e300),
     clip=st.none() | st.floats(1e-9, 1e9),

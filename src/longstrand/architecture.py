@@ -184,6 +184,8 @@ class _Reader:
                 self.refuse(name, found[name], f"it must be {rule}{silent * (name in found['defaulted'])}")
 
         for f in fields(Architecture):
+            if f.type == "int":
+                need(f.name, "below 2**31", lambda x: x < 2**31)
             if f.name in keys.MAY_BE_ZERO:
                 need(f.name, "finite and not negative", lambda x: 0 <= x < math.inf)
             elif f.type in ("int", "float") and f.name != "linear_lower_bound":

@@ -108,6 +108,7 @@ BAD_REGIONS = {
     "no numbers": ("chr1:a-b", "not a span"),
     "negative": ("chr1:-5-4", "not a span"),
     "three numbers": ("chr1:1-2-3", "not a span"),
+    "a number of 5,000 digits": ("chr1:" + "9" * 5000, "not a span"),
 }
 
 
@@ -125,6 +126,7 @@ BAD_BED = {
     "a start that is no number": (b"chr1\tx\t5\n", ":1: 'x'"),
     "a fraction": (b"chr1\t0\t5.5\n", ":1: '5.5'"),
     "a negative start": (b"chr1\t-1\t5\n", ":1: '-1'"),
+    "a number of 5,000 digits": (b"chr1\t0\t" + b"9" * 5000, ":1: '9999"),
     "thousands separators": (b"chr1\t0\t1,000\n", ":1: '1,000'"),
     "an empty interval": (b"\n\nchr1\t5\t5\n", ":3: start 5"),
     "a reversed interval": (b"chr1\t5\t4\n", ":1: start 5"),

@@ -47,6 +47,30 @@ def test_a_letter_of_a_released_model_is_its_own_token(
         letter_ids(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("[" * 100_000, "cannot be read as JSON"),
+        ('{"model": {"vocab": 3}}', "no vocabulary"),
+        ('{"model": {"vocab": [1, 2]}}', "no vocabulary"),
+        ('{"model": {"vocab": {}}, "added_tokens": [1]}', "no vocabulary"),
+        ('{"model": {"vocab": {}}, "added_tokens": 5}', "no vocabulary"),
+        ('{"model": {"vocab": {"A": 1.5, "C": 1, "G": 2, "T": 3}}}', "no token for the letter A"),
+        (
+            '{"model": {"vocab": {"A": 99999999999999999999, "C": 1, "G": 2, "T": 3}}}',
+            "no token for the letter A",
+        ),
+        ('{"model": {"vocab": {"A": 1, "C": 1, "G": 2, "T": 3}}}', "A, C, G and T do not have a token each"),
+    ],
+)
+def test_a_vocabulary_that_cannot_tell_the_letters_apart_is_refused(
+    tmp_path: Path, content: str, said: str
+) -> None:
+    (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(UserError, match=said):
+        letter_ids(tmp_path)
+
+
 def test_without_a_cut_rule_ids_are_the_plain_tokenizers(folder: Path, plain: Tokenizer) -> None:
     text = "".join(random.Random(1).choices("ACGT", k=10_000))
     assert TextTokenizer(str(folder), None).encode(text, "x").ids.tolist() == encode_plainly(plain, text)

@@ -145,6 +145,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"rms_norm_eps": float("nan")}, "rms_norm_eps = nan"),
     ({"rms_norm_eps": "1e-5"}, "rms_norm_eps = '1e-5' is not supported: it must be float"),
     ({"hidden_size": 64.0}, "hidden_size = 64.0"),
+    ({"vocab_size": 2**31}, "vocab_size = 2147483648 is not supported: it must be below 2**31"),
     ({"num_hidden_layers": True}, "num_hidden_layers = True"),
     ({"pad_token_id": 512}, "pad_token_id = 512"),
     ({"qk_head_dim": 17}, "qk_head_dim = 17"),

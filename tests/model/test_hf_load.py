@@ -147,6 +147,11 @@ def both_kinds(folder: Path) -> None:
     save_file(tensors, folder / "model.safetensors")
 
 
+def index_nested(folder: Path) -> None:
+    sharded(folder)
+    (folder / "model.safetensors.index.json").write_text("[" * 100_000)
+
+
 def index_broken(folder: Path) -> None:
     sharded(folder)
     (folder / "model.safetensors.index.json").write_text('{"weight_map": {')
@@ -225,11 +230,16 @@ WRONG: dict[str, tuple[Change, str]] = {
     "a tensor holds integers": (replaced(NORM, torch.ones(20, dtype=torch.int32)), f"{NORM} is I32"),
     "a tensor is another FP8": (replaced(UP, torch.ones(28, 20).to(torch.float8_e5m2)), f"{UP} is F8_E5M2"),
     "a tensor is not finite": (replaced(NORM, torch.full((20,), float("nan"))), f"{NORM} holds numbers"),
+    "a tensor is beyond float32": (
+        replaced(NORM, torch.full((20,), 1e300, dtype=torch.float64)),
+        f"{NORM} holds numbers beyond float32",
+    ),
     "the file is cut by a byte": (cut(lambda size: size - 1), "not a whole safetensors file"),
     "the file is cut in its header": (cut(lambda _: 100), "not a whole safetensors file"),
     "the file is empty": (cut(lambda _: 0), "not a whole safetensors file"),
     "a shard is missing": (shard_lost, "model-2.safetensors: this shard is missing"),
     "the index is not JSON": (index_broken, "model.safetensors.index.json: not JSON"),
+    "the index is nested without end": (index_nested, "model.safetensors.index.json: not JSON"),
     "there are shards and a single file": (both_kinds, "both model.safetensors and"),
     "there is a pickle only": (only_pickle, "only pytorch_model.bin; the weights must be model.safetensors"),
     "there is no config": (config_lost, "config.json: no such file"),
@@ -264,6 +274,9 @@ def test_an_index_and_its_shards_must_agree(tmp_path: Path) -> None:
         load_into(Holder(), folder)
     index.write_text(json.dumps({"weight_map": {name: file for name, file in right.items() if name != NORM}}))
     with pytest.raises(UserError, match=r"model-1.safetensors: .*norm.weight is in this shard, although"):
+        load_into(Holder(), folder)
+    index.write_text(json.dumps({"weight_map": right | {NORM: 2}}))
+    with pytest.raises(UserError, match=r"weight_map has 2 for .*norm.weight; it must name a shard's file"):
         load_into(Holder(), folder)
     index.write_text(json.dumps({"weight_map": {}}))
     with pytest.raises(UserError, match="weight_map is missing or empty"):

@@ -6,9 +6,12 @@ import sys
 import traceback
 
 import typer
+from pydantic import ValidationError
 
 from longstrand.cli.commands import app
 from longstrand.errors import LongstrandError, RunFailed, UserError
+
+_TORCH_OUT_OF_MEMORY = ("allocate memory", "out of memory", "Storage size calculation overflowed")
 
 
 def main() -> None:
@@ -20,15 +23,27 @@ def main() -> None:
     arguments = sys.argv[1:]
     debug = "--debug" in arguments
     try:
+        _check_text(arguments)
         sys.exit(app([a for a in arguments if a != "--debug"], prog_name="longstrand", standalone_mode=False))
     except typer.TyperException as error:
         _refuse(UserError(f"{error.format_message()} (longstrand --help lists commands and options)"), debug)
+    except ValidationError as error:  # an option that a setting is made of
+        _refuse(UserError(_describe_option(error)), debug)
     except (LongstrandError, OSError, MemoryError) as error:
         _refuse(error if isinstance(error, LongstrandError) else RunFailed(_describe(error)), debug)
     except RuntimeError as error:
-        if "allocate memory" not in str(error) and "out of memory" not in str(error):  # torch's two wordings
+        if not any(wording in str(error) for wording in _TORCH_OUT_OF_MEMORY):
             raise
         _refuse(RunFailed(_describe(MemoryError())), debug)
+
+
+def _check_text(arguments: list[str]) -> None:
+    """A recipe is UTF-8, so it cannot name a file whose name is not."""
+    for argument in arguments:
+        try:
+            argument.encode()
+        except UnicodeEncodeError:
+            raise UserError(f"{argument!r}: its bytes are not UTF-8; rename the file") from None
 
 
 def _refuse(error: LongstrandError, debug: bool) -> None:
@@ -37,6 +52,13 @@ def _refuse(error: LongstrandError, debug: bool) -> None:
     kind = "" if error.exit_code > 128 else "error: "  # a run that a signal stopped did as it was told
     typer.echo(kind + " ".join(str(error).split("\n")), err=True)
     sys.exit(error.exit_code)
+
+
+def _describe_option(error: ValidationError) -> str:
+    found = error.errors(include_url=False)[0]
+    value = "" if isinstance(found["input"], dict) else f" = {found['input']!r}"
+    place = f"{'.'.join(map(str, found['loc']))}{value}: ".removeprefix(": ")
+    return f"{place}{found['msg'].removeprefix('Value error, ')}; correct the option"
 
 
 def _describe(error: OSError | MemoryError) -> str:

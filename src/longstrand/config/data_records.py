@@ -6,14 +6,14 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from longstrand.config.base import Fraction, Length, Record
+from longstrand.config.base import Fraction, Length, Place, Record, has_its_home
 
 
 class Source(Record):
     """One input file or glob."""
 
-    path: str = Field(
-        min_length=1, description="file or glob, relative to the working directory", examples=["genome.fa.gz"]
+    path: Place = Field(
+        description="file or glob, relative to the working directory", examples=["genome.fa.gz"]
     )
     weight: float = Field(
         1.0, gt=0, description="share of the tokens drawn from this source, relative to the others"
@@ -22,9 +22,8 @@ class Source(Record):
         [],
         description='parts of a FASTA, 1-based and inclusive: "chr1" or "chr1:1000-2000"; empty: everything',
     )
-    bed: str | None = Field(
+    bed: Place | None = Field(
         None,
-        min_length=1,
         description="BED file with the regions (0-based, half-open)",
         examples=["genes.bed"],
     )
@@ -88,8 +87,8 @@ class DataSection(Record):
     """Where tokens come from and what is done to them; every token not trained on is counted in data.json."""
 
     sources: list[Source] = Field(min_length=1, description="input files")
-    tokenizer: str = Field(
-        "bases", min_length=1, description='"bases" (one token per letter), or a tokenizer.json or its folder'
+    tokenizer: Place = Field(
+        "bases", description='"bases" (one token per letter), or a tokenizer.json or its folder'
     )
     cut: int | None = Field(
         None,
@@ -113,12 +112,18 @@ class DataSection(Record):
         None, description="fill sequences with relatives; absent: windows of the sources"
     )
     split: Split | None = Field(None, description="held-out parts; absent: everything is trained on")
-    cache: str = Field(
-        "~/.cache/longstrand", min_length=1, description="folder of the encoded inputs, keyed by content"
+    cache: Place = Field(
+        "~/.cache/longstrand",
+        description="folder of the encoded inputs, keyed by content",
+        examples=["/scratch/longstrand"],
     )
 
     @model_validator(mode="after")
     def _consistent(self) -> DataSection:
+        if not has_its_home(self.cache):  # of the default, which is not checked as a value is
+            raise ValueError(
+                f'cache = "{self.cache}": no home folder is known for its "~"; set it to a folder in full'
+            )
         if self.cut is not None and self.tokenizer == "bases":
             raise ValueError(
                 f'cut = {self.cut}: pieces are cut only before a BPE tokenizer, not "bases"; remove cut'

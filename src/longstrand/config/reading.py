@@ -35,7 +35,7 @@ def read_recipe_text(text: str, overrides: list[str] | None = None, name: str = 
     """Reads a recipe from its TOML text; `name` stands in messages."""
     try:
         values = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # also of a number of 5,000 digits
         raise UserError(
             f"{name}: not valid TOML: {error}; strings need quotes, and a setting is: name = value"
         ) from None
@@ -102,8 +102,8 @@ def _parse_override(override: str) -> tuple[list[str], Any]:
         raise UserError(f"--set {override}: no value; write {key}='\"\"' for an empty text")
     try:
         parsed = tomllib.loads(f"value = {text}")
-    except tomllib.TOMLDecodeError as error:
-        if text[0] in "[{\"'":
+    except (ValueError, RecursionError) as error:
+        if text[0] in "[{\"'" or not isinstance(error, tomllib.TOMLDecodeError):
             raise UserError(
                 f"--set {override}: not a valid TOML value: {error}; check quotes and brackets"
             ) from None

@@ -6,7 +6,7 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from longstrand.config.base import Decay, Fraction, Length, Record
+from longstrand.config.base import Decay, Fraction, Length, Place, Record
 from longstrand.config.data_records import DataSection, Source
 
 Group = Literal["embedding", "head", "norms", "mhc", "kda", "mla", "indexer", "router", "experts", "dense"]
@@ -17,10 +17,10 @@ GROUPS: tuple[str, ...] = get_args(Group)
 class RunSection(Record):
     """Where a run is written and how it computes."""
 
-    out: str = Field(min_length=1, description="folder of the run; made by train", examples=["runs/first"])
+    out: Place = Field(description="folder of the run; made by train", examples=["runs/first"])
     seed: int = Field(0, ge=0, lt=2**32, description="seed of drawn weights and of the order of the data")
     threads: int | None = Field(
-        None, ge=1, description="CPU threads of torch; absent: as torch was started", examples=[2]
+        None, ge=1, le=1024, description="CPU threads of torch; absent: as torch was started", examples=[2]
     )
     dtype: Literal["float32", "bfloat16", "float64"] = Field(
         "float32", description="dtype of the weights; gradients and optimizer state are float32 or wider"
@@ -33,15 +33,13 @@ class RunSection(Record):
 class ModelSection(Record):
     """The model to train: either a folder with weights or a config whose weights are drawn."""
 
-    path: str | None = Field(
+    path: Place | None = Field(
         None,
-        min_length=1,
         description="Hugging Face folder with config.json and safetensors",
         examples=["models/mine"],
     )
-    config: str | None = Field(
+    config: Place | None = Field(
         None,
-        min_length=1,
         description='config.json, or a shipped one: "toy" (1.2M), "wide" (232M)',
         examples=["toy"],
     )

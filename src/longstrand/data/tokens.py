@@ -35,10 +35,16 @@ def letter_ids(model_folder: Path | None = None) -> np.ndarray:
         return ids
     vocabulary = _vocabulary(path)
     for letter in ALPHABET:
-        ids[letter] = vocabulary.get(chr(letter), -1)
+        found = vocabulary.get(chr(letter))
+        if type(found) is int and 0 <= found < 2**32:
+            ids[letter] = found
     if missing := [chr(letter) for letter in b"ACGT" if ids[letter] < 0]:
         raise UserError(
             f"{path}: no token for the letter {missing[0]} alone; name another tokenizer in data.tokenizer"
+        )
+    if len(set(ids[list(b"ACGT")])) < 4:
+        raise UserError(
+            f"{path}: A, C, G and T do not have a token each; name another tokenizer in data.tokenizer"
         )
     return ids
 
@@ -163,11 +169,13 @@ def _vocabulary(path: Path) -> dict[str, int]:
     content = _read_json(path)
     model = content.get("model")
     vocabulary = model.get("vocab") if isinstance(model, dict) else None
-    if isinstance(vocabulary, list):  # unigram: [piece, score] in the order of ids
-        vocabulary = {entry[0]: index for index, entry in enumerate(vocabulary)}
-    if not isinstance(vocabulary, dict):
-        raise UserError(f"{path}: no vocabulary in it; not a tokenizer.json")
-    return {**vocabulary, **{token["content"]: token["id"] for token in content.get("added_tokens") or []}}
+    try:
+        if isinstance(vocabulary, list):  # unigram: [piece, score] in the order of ids
+            vocabulary = {entry[0]: index for index, entry in enumerate(vocabulary)}
+        added = {token["content"]: token["id"] for token in content.get("added_tokens") or []}
+        return {**vocabulary, **added}
+    except (TypeError, KeyError, IndexError) as error:
+        raise UserError(f"{path}: no vocabulary in it; not a tokenizer.json") from error
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -175,7 +183,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_bytes())
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: cannot be read as JSON ({error})") from error
     if not isinstance(content, dict):
         raise UserError(f"{path}: not a JSON object")

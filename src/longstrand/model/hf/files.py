@@ -109,7 +109,10 @@ class WeightFiles:
         weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise UserError(f"{index}: weight_map is missing or empty; it must map tensors to shards")
-        for shard in sorted(set(map(str, weight_map.values()))):
+        for name, file in weight_map.items():
+            if not isinstance(file, str):
+                raise UserError(f"{index}: weight_map has {file!r} for {name}; it must name a shard's file")
+        for shard in sorted(set(weight_map.values())):
             example = next(name for name, file in weight_map.items() if file == shard)
             if not (self.folder / shard).is_file():
                 raise UserError(

@@ -93,8 +93,12 @@ def load_into(model: nn.Module, folder: Path) -> SourceInfo:
                 _check_tied(files, target, tensor)
                 continue
             if tensor.dtype != target.dtype:
-                stored = source.dtypes[full_name(part.tensor, source.prefix)]
-                source.casts[f"{stored} to {str(target.dtype).removeprefix('torch.')}"] += 1
+                name, word = full_name(part.tensor, source.prefix), str(target.dtype).removeprefix("torch.")
+                source.casts[f"{source.dtypes[name]} to {word}"] += 1
+                if not torch.isfinite(tensor.to(target.dtype)).all():
+                    raise UserError(
+                        f"{files.stored[name].file}: {name} holds numbers beyond {word}; load it as float64"
+                    )
             target.copy_(tensor)
     for cast, tensors in sorted(source.casts.items()):
         _log.info("%s: %d tensors were cast from %s", folder, tensors, cast)
