@@ -363,6 +363,10 @@ def test_settings_that_do_not_fit_the_files_are_refused(tmp_path: Path) -> None:
     refused(tmp_path, r"x\.jsonl is jsonl, and families", sources=rows, length=8, families={})
     refused(tmp_path, "reverse_complement is for FASTA", sources=rows, length=8, reverse_complement=True)
     refused(tmp_path, 'split.by = "region" is for FASTA', sources=rows, length=8, split={"by": "region"})
+    (tmp_path / "t.jsonl").write_text('{"input_ids": [1, 2]}')
+    tokens = [{"path": str(tmp_path / "t.jsonl")}]
+    refused(tmp_path, r"data\.case = 0\.5: is about nucleotide letters", sources=tokens, length=8, case=0.5)
+    assert opened(tmp_path, sources=[*tokens, {"path": fasta}], length=8, case=0.5).ledger.missing() == 0
     refused(
         tmp_path,
         "x.fa .fasta. and .*x.jsonl .jsonl.",

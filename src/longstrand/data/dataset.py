@@ -263,7 +263,19 @@ def _open(
     letters = select(section, cache, tokenizer)
     if held_out:
         letters = replace(letters, part_of=np.full(len(letters.stretches), HELD_OUT))
+    elif not any(store.holds_letters for store in letters.stores):
+        _refuse_policies(section)
     reading.check_letters(letters.stores, letters.stretches)
     check_apart(letters.stores, letters.stretches, letters.part_of)
     values = letters if tokenizer is None else tokenized(letters, tokenizer, policy, cache)
     return Data(section, reading, letters, values, seed)
+
+
+def _refuse_policies(section: DataSection) -> None:
+    """Refuses what would have no effect, since no source has letters."""
+    for name in ("case", "n", "n_max", "iupac"):
+        value = getattr(section, name)
+        if value != DataSection.model_fields[name].default:
+            raise UserError(
+                f"data.{name} = {value}: is about nucleotide letters, and the sources hold none; remove it"
+            )

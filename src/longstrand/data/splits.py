@@ -34,9 +34,7 @@ def split_units(
     """
     names, entry_unit = np.unique(units, return_inverse=True)
     unit_sizes = np.bincount(entry_unit, sizes, minlength=len(names)).astype(np.int64)
-    wanted = [
-        (part, share) for part, share in zip((HELD_OUT, VALIDATION), shares[::-1], strict=True) if share > 0
-    ]
+    wanted = [(part, share) for part, share in ((HELD_OUT, shares[1]), (VALIDATION, shares[0])) if share > 0]
     if len(names) < len(wanted) + 1:
         raise UserError(
             f"data.split: {len(names)} {what}{'' if len(names) == 1 else 's'} cannot fill {len(wanted) + 1} parts; "
@@ -44,7 +42,8 @@ def split_units(
         )
     part_of = np.full(len(names), TRAIN)
     order = np.random.default_rng(seed).permutation(len(names))
-    free = [int(unit) for unit in order if unit != unit_sizes.argmax()]  # the largest always trains
+    largest = unit_sizes.argmax()  # it always trains
+    free = [int(unit) for unit in order if unit != largest]
     for later, (part, share) in enumerate(wanted, start=1):
         room = share * unit_sizes.sum()
         spare = len(free) - (len(wanted) - later)  # at least one unit is left for each part to come
@@ -72,10 +71,8 @@ def split_regions(
         [stretches.start, stretches.end - held_out - validation, stretches.end - held_out, stretches.end],
         axis=1,
     )
-    origin, part_of = (
-        np.repeat(np.arange(len(stretches)), 3),
-        np.tile([TRAIN, VALIDATION, HELD_OUT], len(stretches)),
-    )
+    origin = np.repeat(np.arange(len(stretches)), 3)
+    part_of = np.tile([TRAIN, VALIDATION, HELD_OUT], len(stretches))
     start, end = borders[:, :3].ravel(), borders[:, 1:].ravel()
     kept = np.flatnonzero(end > start)
     pieces = Stretches(stretches.store[origin], start, end, stretches.turned[origin]).take(kept)
@@ -114,11 +111,9 @@ def check_apart(
     starts = np.concatenate([store.starts[:-1] for store in stores])
     lengths = np.concatenate([np.diff(store.starts) for store in stores])
     flipped = np.concatenate([store.flipped for store in stores])[records]
-    start, end = stretches.start - starts[records], stretches.end - starts[records]
-    start, end = (
-        np.where(flipped, lengths[records] - end, start),
-        np.where(flipped, lengths[records] - start, end),
-    )
+    offset, length = starts[records], lengths[records]
+    start = np.where(flipped, offset + length - stretches.end, stretches.start - offset)
+    end = start + stretches.lengths
     _, group = np.unique(contents_of(stores, stretches), return_inverse=True)
     axis = group * (int(lengths.max()) + 1)
     order = np.argsort(start + axis, kind="stable")
