@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -13,7 +11,7 @@ from longstrand.data.pack import Pack
 from longstrand.memory.scan import SideLosses, scan_layers
 from longstrand.memory.tiles import PackLayout
 from longstrand.model.block import DsaLayer, KdaLayer
-from longstrand.model.hf.names import keeps_float32
+from longstrand.model.hf import SourceInfo, keeps_float32
 from longstrand.model.linear import Linear, Norm
 from longstrand.ops.logprob import token_logprobs
 from longstrand.ops.norm import rms_norm
@@ -36,7 +34,7 @@ class Model(nn.Module):
     def __init__(self, architecture: Architecture) -> None:
         super().__init__()
         self.architecture = shape = architecture
-        self.source: Any = None  # where the weights came from: dtypes, tensors kept aside (hf.SourceInfo)
+        self.source: SourceInfo | None = None  # where the weights came from: dtypes, tensors kept aside
         self.embed_tokens = Linear(shape.hidden_size, shape.vocab_size)
         kinds = {"linear_attention": KdaLayer, "indexed_attention": DsaLayer}
         self.layers = nn.ModuleList(kinds[kind](shape, index) for index, kind in enumerate(shape.layer_types))
@@ -49,6 +47,9 @@ class Model(nn.Module):
         """The last hidden state, after the final norm, of every token of the pack."""
         if tile < 1:
             raise ValueError(f"tile must be at least 1 token, got {tile}")
+        largest = max(int(pack.tokens.max()), int(pack.targets.max()))
+        if largest >= self.architecture.vocab_size:
+            raise ValueError(f"token {largest} is beyond the vocabulary of {self.architecture.vocab_size}")
         device = self.norm.weight.device
         mean = scan_layers(
             self.embed_tokens.weight,

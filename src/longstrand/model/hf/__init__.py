@@ -1,12 +1,11 @@
 """Weights in and out: Hugging Face folders, in the published and in transformers' own names."""
 
 from longstrand.model.hf.files import read_json
-from longstrand.model.hf.names import Part, keeps_float32, parameter_shapes
-from longstrand.model.hf.read import SourceInfo, load_into, read_architecture, read_config, read_weights
+from longstrand.model.hf.names import keeps_float32, parameter_shapes
+from longstrand.model.hf.read import SourceInfo, load_into, read_architecture, read_config
 from longstrand.model.hf.write import save_from
 
 __all__ = [
-    "Part",
     "SourceInfo",
     "keeps_float32",
     "load_into",
@@ -14,6 +13,5 @@ __all__ = [
     "read_architecture",
     "read_config",
     "read_json",
-    "read_weights",
     "save_from",
 ]

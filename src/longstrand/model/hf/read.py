@@ -42,10 +42,6 @@ class SourceInfo:
     aside: dict[str, Path]  # vision and multi-token-prediction tensors and their files
     casts: Counter[str] = field(default_factory=Counter)  # "F32 to bfloat16": tensors cast while loading
 
-    @property
-    def is_fp8(self) -> bool:
-        return FP8 in self.dtypes.values()
-
 
 def read_config(folder: Path) -> dict[str, Any]:
     """The config of a folder, as it is.
@@ -64,16 +60,6 @@ def read_architecture(folder: Path) -> Architecture:
     return Architecture.from_hf(read_config(folder), where=str(folder / "config.json"))
 
 
-def read_weights(folder: Path, architecture: Architecture) -> Iterator[tuple[Part, Tensor]]:
-    """Every part of every parameter, in the dtype of the file (FP8 as float32), one at a time.
-
-    Raises:
-        UserError: a file or tensor is missing, extra, wrongly shaped or typed, not finite, or cut short.
-    """
-    with WeightFiles(folder) as files:
-        yield from _read_parts(files, _resolve(files, architecture))
-
-
 def load_into(model: nn.Module, folder: Path) -> SourceInfo:
     """Fills a model's parameters and buffers from a folder, one tensor of a file at a time.
 
@@ -81,7 +67,7 @@ def load_into(model: nn.Module, folder: Path) -> SourceInfo:
     result.
 
     Raises:
-        UserError: as `read_weights`.
+        UserError: a file or tensor is missing, extra, wrongly shaped or typed, not finite, or cut short.
     """
     architecture = read_architecture(folder)
     targets = named_tensors(model, architecture)
@@ -200,6 +186,7 @@ def _check_scale(files: WeightFiles, name: str, quantised: bool) -> None:
 
 
 def _read_parts(files: WeightFiles, source: SourceInfo) -> Iterator[tuple[Part, Tensor]]:
+    """Every part of every parameter, in the dtype of the file (FP8 as float32), one at a time."""
     for part in source.parts:
         name = full_name(part.tensor, source.prefix)
         tensor = files.read(name, part.rows)
