@@ -196,6 +196,17 @@ def test_equal_records_are_never_split_even_on_the_other_strand(tmp_path: Path) 
         assert len(sides[0]) + len(sides[1]) + len(sides[2]) == len(sides[0] | sides[1] | sides[2]) == 12
 
 
+def test_the_same_text_is_not_split_because_other_parts_of_it_are_supervised(tmp_path: Path) -> None:
+    rows = [{"text": "ACGTTGCA"}, {"prompt": "ACGT", "completion": "TGCA"}]
+    rows += [{"text": drawn(np.random.default_rng(seed), 8)} for seed in range(6)]
+    (tmp_path / "x.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    for seed in range(8):
+        split = {"by": "record", "validation": 0.2, "held_out": 0.2, "seed": seed}
+        data = opened(tmp_path, tmp_path / "x.jsonl", length=8, split=split)
+        sides = ["ACGTTGCA" in texts(data.documents(part)) for part in ("train", "validation", "held_out")]
+        assert sum(sides) == 1
+
+
 def test_copies_of_a_file_and_records_of_one_name_are_all_kept(tmp_path: Path) -> None:
     text = ">g 1\nACGTAC\n>g 2\nGGGTTT\n>g 1\nACGTAC\n"
     for name in ("a.fa", "b.fa"):

@@ -47,7 +47,7 @@ class Store:
         lines: int64[R], the line of each record in the file, from 1.
         names: of each record.
         content: uint8[R, 16], a hash of each record's letters that is the same for both strands (U as T, any
-            case), or of its tokens and marks.
+            case), or of its tokens.
         flipped: bool[R], whether that hash was taken on the other strand.
         facts: what the reader counted on the way; `max_value` is the largest token.
     """
@@ -184,8 +184,7 @@ class Writer:
         starts = np.array(self._starts, np.int64)
         self._open_files.close()
         values = np.memmap(self.folder / "values", self.dtype, "r") if self._size else np.empty(0, self.dtype)
-        marks = np.memmap(self.folder / "marks", np.uint8, "r") if self._marked else None
-        content, flipped = _contents(values, marks, starts)
+        content, flipped = _contents(values, starts)
         lines = np.array(self._lines[:-1], np.int64)
         with open(self.folder / "index.npz", "wb") as file:
             np.savez(file, starts=starts, lines=lines, content=content, flipped=flipped)
@@ -249,9 +248,8 @@ def _crc(path: Path) -> int:
     return crc
 
 
-def _contents(
-    values: np.ndarray, marks: np.ndarray | None, starts: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
+def _contents(values: np.ndarray, starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """`Store.content` and `Store.flipped`; marks are left out, since a mask does not make the same text another."""
     content = np.zeros((len(starts) - 1, 16), np.uint8)
     flipped = np.zeros(len(starts) - 1, bool)
     for record in range(len(starts) - 1):
@@ -267,9 +265,6 @@ def _contents(
         else:
             hashes[0].update(values[start:end].tobytes())
         digests = [hash_.digest() for hash_ in hashes]
-        if marks is not None and marks[start:end].any():
-            supervised = hashlib.blake2b(digests[0] + marks[start:end].tobytes(), digest_size=16)
-            digests = [supervised.digest()]
         content[record] = np.frombuffer(min(digests), np.uint8)
         flipped[record] = min(digests) != digests[0]
     return content, flipped
