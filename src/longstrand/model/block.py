@@ -15,10 +15,9 @@ from longstrand.memory.scan import Choices, Recomputed, SideLosses
 from longstrand.memory.tiles import PackLayout, Tile
 from longstrand.model.dsa import Dsa, DsaCarry
 from longstrand.model.ffn import Dense, MixtureOfExperts, aux_loss
+from longstrand.model.index_keys import IndexKeys, gradient_of
 from longstrand.model.kda import Kda, KdaCarry
 from longstrand.model.linear import Norm
-from longstrand.ops.dense_attention import pool_masses
-from longstrand.ops.indexer_loss import dense_indexer_loss, selected_indexer_loss
 from longstrand.ops.mhc import mhc_gather, mhc_update
 from longstrand.ops.norm import rms_norm
 
@@ -172,7 +171,7 @@ class KdaLayer(_Layer):
             ends.add(after.state, d_carry.state)
 
         def close() -> tuple[Tensor, KdaCarry]:
-            grads = (_grad(before.tail), _grad(before.state))
+            grads = (gradient_of(before.tail), gradient_of(before.state))
             return cut.join(), KdaCarry(*grads)
 
         return Recomputed(y, ends.roots, ends.grads, close)
@@ -248,7 +247,7 @@ class DsaLayer(_Layer):
         )
         keys = None
         if side.indexer == "sparse" and self.learns_to_select():
-            keys = _IndexKeys(attention, h.detach(), tile, carry, opened)
+            keys = IndexKeys(attention, h.detach(), tile, carry, opened.pool_keys)
             loss = keys.selected_loss(q_resid.detach(), choices["pools"], mass)
             side.indexer_kl += float(loss.detach())
             ends.add(loss, loss.new_tensor(side.indexer_scale))
@@ -270,62 +269,10 @@ class DsaLayer(_Layer):
         with torch.no_grad():
             h = self._enter_mixer(x)[0]
             q_resid = attention.query_residual(h)
-        keys = _IndexKeys(attention, h, tile, carry, opened)
+        keys = IndexKeys(attention, h, tile, carry, opened.pool_keys)
         torch.autograd.backward(*keys.dense_loss(q_resid, side))
         return keys.walk_back(d_carry)
 
     def learns_to_select(self) -> bool:
         indexer = self.self_attn.indexer
         return indexer is not None and any(weight.requires_grad for weight in indexer.parameters())
-
-
-class _IndexKeys:
-    """The indexer's part of a recomputed tile: its loss, and the pool keys that later tiles send gradients to."""
-
-    def __init__(self, attention: Dsa, h: Tensor, tile: Tile, carry: DsaCarry, opened: _Opened) -> None:
-        assert attention.indexer is not None
-        self.attention, self.indexer = attention, attention.indexer
-        self.h, self.tile, self.carry, self.opened = h, tile, carry, opened
-        self.tail_before = carry.tail.detach().requires_grad_()
-        self.pools, self.keys, self.tail_after = self.indexer.complete_pools(h, tile, self.tail_before)
-
-    def selected_loss(self, q_resid: Tensor, pools: Tensor, mass: Tensor) -> Tensor:
-        q, weights = self.indexer.queries(self.h, q_resid)
-        q = q * self.indexer.head_dim**-0.5
-        return selected_indexer_loss(q, weights, self.carry.pool_keys, self.opened.pool_keys, pools, mass)
-
-    def dense_loss(self, q_resid: Tensor, side: SideLosses) -> tuple[list[Tensor], list[Tensor]]:
-        """Adds the loss to `side`; returns the index queries and weights with their gradients."""
-        attention, tile, carry = self.attention, self.tile, self.carry
-        with torch.no_grad():
-            queries = attention.queries(q_resid)
-            dense = attention.attend_dense(queries, carry, tile)
-        q, weights = self.indexer.queries(self.h, q_resid)
-
-        def target() -> Any:
-            return pool_masses(
-                queries, carry.latents, tile.first_pool, tile.num_visible, dense,
-                kpool=attention.kpool, scale=attention.scale,
-            )  # fmt: skip
-
-        with torch.no_grad():
-            loss, dq, d_weights = dense_indexer_loss(
-                q, weights, carry.pool_keys, self.opened.pool_keys, tile.first_pool, tile.num_visible,
-                target, side.indexer_scale,
-            )  # fmt: skip
-        side.indexer_kl += loss
-        return [q, weights], [dq, d_weights]
-
-    def walk_back(self, d_tail_after: Tensor | None) -> Tensor:
-        """Sends the complete gradient of this tile's pool keys on; returns that of the tail before it."""
-        d_keys = self.opened.pool_keys.index_select(0, self.pools)
-        roots, grads = [self.keys], [d_keys.to(self.keys.dtype)]
-        if d_tail_after is not None:
-            roots.append(self.tail_after)
-            grads.append(d_tail_after)
-        torch.autograd.backward(roots, grads)
-        return _grad(self.tail_before)
-
-
-def _grad(leaf: Tensor) -> Tensor:
-    return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
