@@ -330,6 +330,8 @@ def test_a_corrupt_evaluation_is_one_line_with_the_remedy(tmp_path: Path, conten
     ("place", "value"),
     [
         (("nats",), "NaN"),
+        (("nats",), 10**400),
+        (("tokens",), 10**400),
         (("buckets",), []),
         (("buckets", 0, "tokens"), 1.5),
         (("buckets", 0, "end"), 9),

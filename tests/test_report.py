@@ -366,6 +366,7 @@ def test_losses_that_are_not_finite_do_not_stop_the_report(tmp_path: Path):
     with (folder / "metrics.jsonl").open("a") as file:
         file.write(
             '{"step": 4, "loss": NaN, "tokens": 8}\n{"step": 5, "loss": null}\n{"step": 6, "loss": "x"}\n'
+            f'{{"step": 7, "loss": {10**400}}}\n'
         )
     assert "Training is at step" in report(folder).text
 

@@ -7,6 +7,7 @@ bucket, and the sums per document from which paired intervals are computed.
 from __future__ import annotations
 
 import json
+import math
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
@@ -48,7 +49,7 @@ def series_from(sums: BucketSums, name: str, step: int) -> Series:
     """The series of one evaluation, as evaluate.json holds it."""
     buckets, overall = mean_nats(sums)
     documents = [
-        DocumentRow(id=fingerprint, weight=_numbers(weight), nats=_numbers(nats)[: len(_numbers(weight))])
+        DocumentRow(id=fingerprint, weight=_numbers(weight), nats=_numbers(nats))
         for fingerprint, weight, nats in zip(sums.ids, sums.weight, sums.nats, strict=True)
     ]
     return Series(
@@ -140,6 +141,13 @@ def read_series(path: Path) -> list[Series]:
     return series
 
 
+def is_number(value: Any) -> bool:
+    """Whether a value read from JSON is a finite number, and a whole one within 64 bits."""
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63
+
+
 def _numbers(row: Floats) -> list[float]:
     """The row without its trailing zeros, whole numbers as such."""
     last = np.flatnonzero(row)
@@ -155,14 +163,10 @@ def _problem(series: Any) -> str | None:
         if not _is_count(series.get(key)):
             return f"{key} = {series.get(key)!r} is not a count"
     buckets = series.get("buckets")
-    if (
-        not isinstance(buckets, list)
-        or not buckets
-        or not all(isinstance(bucket, dict) for bucket in buckets)
-    ):
+    if not isinstance(buckets, list) or not buckets or not all(isinstance(row, dict) for row in buckets):
         return "buckets is not a list of records"
     for row in [series, *buckets]:
-        if not all(row.get(key) is None or _is_number(row[key]) for key in ("nats", "low", "high")):
+        if not all(row.get(key) is None or is_number(row[key]) for key in ("nats", "low", "high")):
             return "nats, low or high is not a number"
     if not all(
         _is_count(bucket.get(key)) for bucket in buckets for key in ("start", "end", "tokens", "sequences")
@@ -185,14 +189,10 @@ def _document_problem(documents: Any, num_buckets: int) -> str | None:
             return "a document has no id"
         for key in ("weight", "nats"):
             values = row.get(key)
-            if not isinstance(values, list) or len(values) > num_buckets or not all(map(_is_number, values)):
+            if not isinstance(values, list) or len(values) > num_buckets or not all(map(is_number, values)):
                 return f"{key} of document {row['id']} is not a list of at most {num_buckets} numbers"
     return None
 
 
 def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and np.isfinite(value)
+    return isinstance(value, int) and is_number(value) and value >= 0

@@ -137,6 +137,7 @@ def draw_curve(axes: Axes, steps: list[int], values: list[float], colour: str, l
 
 
 def integer_steps(axes: Axes, steps: list[int]) -> None:
+    """Whole steps on the horizontal axis, at most five of them; one step stands alone in the middle."""
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
     if len(steps) == 1:
@@ -145,6 +146,7 @@ def integer_steps(axes: Axes, steps: list[int]) -> None:
 
 
 def short_number(value: float, _: int) -> str:
+    """A tick's label."""
     if value == 0:
         return "0"
     if abs(value) >= 10000:

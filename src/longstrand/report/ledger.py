@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 from typing import Any
 
-from longstrand.report.tables import pairs, table, value_html
+from longstrand.report.tables import pairs, table, value_html, words
 from longstrand.wording import count
 
 
@@ -30,13 +30,12 @@ def formats(ledger: Any) -> set[str]:
 
 def _source_html(source: dict[str, Any]) -> str:
     unit = "letters" if "letters" in source else "tokens"
-    facts = [("format", str(source.get("format", "")))]
-    facts.append((unit, _count(source.get(unit))))
+    facts = [("format", str(source.get("format", ""))), (unit, _count(source.get(unit)))]
     if source.get("weight", 1) != 1:
         facts.append(("weight", str(source["weight"])))
     for key in ("outside_regions", "named_by_several_regions", "unknown_tokens"):
         if source.get(key):
-            facts.append((key.replace("_", " "), _count(source[key])))
+            facts.append((words(key), _count(source[key])))
     if source.get("read_as_n"):
         letters = [f"{letter} ({_count(number)})" for letter, number in source["read_as_n"].items()]
         facts.append(("letters read as N", ", ".join(letters)))
@@ -71,18 +70,12 @@ def _loss_table(split: dict[str, dict[str, Any]]) -> str:
         part_name = name.replace("_", "-")
         for cause, tokens in part.get("masked_per_epoch", {}).items():
             if tokens:
-                rows.append([part_name, f"masked: {_words(cause)}", "", _count(tokens)])
+                rows.append([part_name, f"masked: {_cause(cause)}", "", _count(tokens)])
         if part.get("first_tokens"):
             rows.append([part_name, "first tokens of documents", "", _count(part["first_tokens"])])
         for cause, skipped in part.get("skipped", {}).items():
-            rows.append(
-                [
-                    part_name,
-                    f"skipped: {_words(cause)}",
-                    _count(skipped.get("documents")),
-                    _count(skipped.get("tokens")),
-                ]
-            )
+            counts = (_count(skipped.get(key)) for key in ("documents", "tokens"))
+            rows.append([part_name, f"skipped: {_cause(cause)}", *counts])
     if not rows:
         return ""
     return "<h4>Not scored</h4>" + table(["part", "cause", "documents", "tokens"], rows, numeric_from=2)
@@ -116,5 +109,5 @@ def _count(value: Any) -> str:
     return count(value) if isinstance(value, int) else "\u2013" if value is None else str(value)
 
 
-def _words(cause: str) -> str:
-    return {"n": "N"}.get(cause, cause.replace("_", " "))
+def _cause(name: str) -> str:
+    return {"n": "N"}.get(name, words(name))

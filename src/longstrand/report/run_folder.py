@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import math
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from longstrand.errors import UserError
-from longstrand.series import Series, read_series
+from longstrand.series import Series, is_number, read_series
 
 FILES = ("run.toml", "kernels.json", "data.json", "metrics.jsonl", "evaluate.json")
 
@@ -48,7 +47,7 @@ class RunFolder:
 
     def column(self, key: str) -> tuple[list[int], list[float]]:
         """Steps and values of one metric, where it is a finite number."""
-        rows = [row for row in self.metrics if _is_number(row.get(key))]
+        rows = [row for row in self.metrics if is_number(row.get(key))]
         return [row["step"] for row in rows], [float(row[key]) for row in rows]
 
     def named(self, name: str) -> list[Series]:
@@ -127,10 +126,6 @@ def _read_metrics(path: Path) -> tuple[list[dict[str, Any]], bool]:
             raise UserError(f"{path}, line {number}: step = {step!r}: must be a whole number from 0")
         records[step] = record
     return [records[step] for step in sorted(records)], torn
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _one_line(error: Exception) -> str:

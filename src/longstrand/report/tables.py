@@ -52,15 +52,20 @@ def value_html(value: Any, depth: int = 0) -> str:
         if any(value) and all(isinstance(item, dict) for item in value) and _is_flat(value):
             keys = list(dict.fromkeys(key for item in value for key in item))
             rows = [[_text(key, item.get(key)) for key in keys] for item in value]
-            return table([_words(key) for key in keys], rows, numeric_from=_first_number(value, keys))
+            return table([words(key) for key in keys], rows, numeric_from=_first_number(value, keys))
         if all(not isinstance(item, dict | list) for item in value):
             return f"<p>{html.escape(', '.join(_text('', item) for item in value)) or 'none'}</p>"
         return "".join(value_html(item, depth + 1) for item in value)
     return f"<p>{html.escape(_text('', value))}</p>"
 
 
+def words(key: str) -> str:
+    """The name of a field as people read it."""
+    return str(key).replace("_", " ")
+
+
 def _record_html(record: dict[str, Any], depth: int) -> str:
-    plain = [(_words(key), _text(key, value)) for key, value in record.items() if _is_plain(value)]
+    plain = [(words(key), _text(key, value)) for key, value in record.items() if _is_plain(value)]
     parts = [pairs(plain)] if plain else []
     nested = {key: value for key, value in record.items() if not _is_plain(value)}
     if len(nested) > 1 and all(isinstance(value, dict) for value in nested.values()):
@@ -69,7 +74,7 @@ def _record_html(record: dict[str, Any], depth: int) -> str:
             return "".join(parts) + value_html(rows, depth + 1)
     for key, value in nested.items():
         level = min(3 + depth, 6)
-        heading = f"<h{level}>{html.escape(_words(key))}</h{level}>"
+        heading = f"<h{level}>{html.escape(words(key))}</h{level}>"
         parts.append(heading + value_html(value, depth + 1))
     return "".join(parts) or "<p>empty</p>"
 
@@ -83,10 +88,6 @@ def _row(cells: Sequence[str], numeric_from: int) -> str:
 
 def _right(yes: bool) -> str:
     return ' class="n"' if yes else ""
-
-
-def _words(key: str) -> str:
-    return str(key).replace("_", " ")
 
 
 def _is_plain(value: Any) -> bool:
