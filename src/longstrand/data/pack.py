@@ -11,6 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 NO_TARGET = -1
+_WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,17 @@ class Pack:
     weight: Float[Tensor, "T"]
     starts: Int[Tensor, "S1"]
 
+    def __post_init__(self) -> None:
+        if not len(self.tokens) == len(self.targets) == len(self.weight):
+            raise ValueError("tokens, targets and weight of a pack must have one length")
+        rises = len(self.starts) > 1 and bool((self.starts.diff() > 0).all())
+        if not rises or int(self.starts[0]) != 0 or int(self.starts[-1]) != len(self.tokens):
+            raise ValueError("starts of a pack must rise from 0 to its number of tokens")
+        if int(self.tokens.min()) < 0 or int(self.targets.min()) < NO_TARGET:
+            raise ValueError(
+                f"tokens of a pack count from 0, and its targets too, or are {NO_TARGET} for none"
+            )
+
     @classmethod
     def from_documents(cls, documents: Sequence[Tensor], weights: Sequence[Tensor] | None = None) -> Pack:
         """Lays documents in a row and shifts their targets.
@@ -37,10 +49,13 @@ class Pack:
                 The first token of a document is never a target, so its weight is not used.
 
         Raises:
-            ValueError: no document, an empty one, or weights of another length.
+            ValueError: no document, an empty one, tokens that are no whole numbers from 0, or weights of another
+                length.
         """
         if not documents or any(len(document) == 0 for document in documents):
             raise ValueError("a pack needs at least one document, and each document at least one token")
+        if any(document.dtype not in _WHOLE for document in documents):
+            raise ValueError("tokens must be whole numbers: a tensor of an integer dtype")
         if weights is None:
             weights = [torch.ones(len(document)) for document in documents]
         if [len(w) for w in weights] != [len(d) for d in documents]:

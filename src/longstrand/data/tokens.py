@@ -168,7 +168,7 @@ def _load_tokenizer(data: bytes, file: Path) -> Any:
 def _vocabulary(path: Path) -> dict[str, int]:
     content = _read_json(path)
     model = content.get("model")
-    vocabulary = model.get("vocab") if isinstance(model, dict) else None
+    vocabulary: Any = model.get("vocab") if isinstance(model, dict) else None
     try:
         if isinstance(vocabulary, list):  # unigram: [piece, score] in the order of ids
             vocabulary = {entry[0]: index for index, entry in enumerate(vocabulary)}

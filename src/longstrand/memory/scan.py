@@ -49,6 +49,10 @@ class SideLosses:
     indexer_kl: float = 0.0
     aux: float = 0.0
 
+    def __post_init__(self) -> None:
+        if self.indexer not in ("frozen", "sparse", "warmup"):
+            raise ValueError(f'indexer = {self.indexer!r}: must be "frozen", "sparse" or "warmup"')
+
     def count_experts(self, layer: int, ids: Int[Tensor, "T A"], num_experts: int) -> None:
         """Adds one tile's tokens per expert; called in the first pass only, never in recompute."""
         self.num_active = ids.shape[1]
@@ -138,7 +142,10 @@ class _Scan(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, d_mean: Tensor) -> tuple[Tensor | None, None, None]:
-        return ctx.walk.backward(d_mean), None, None
+        walk, ctx.walk = ctx.walk, None
+        if walk is None:
+            raise RuntimeError("a pass goes back once and frees what it kept; call token_logprobs again")
+        return walk.backward(d_mean), None, None
 
 
 class _Walk:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,8 @@ def draw_weights(model: nn.Module, seed: int, init: Init, initializer_range: flo
     the transformers class does. Either way A_log 0, dt_bias the inverse softplus of a log-uniform 1e-3..1e-1,
     hyper-connections 0.02 / 0 / 1, the pool gate ones and its position bias 0.
     """
+    if init not in get_args(Init):
+        raise ValueError(f"init = {init!r}: must be one of {', '.join(get_args(Init))}")
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in sorted(model.named_parameters()):
         parameter.copy_(_drawn(name, parameter.shape, generator, init, initializer_range))

@@ -10,6 +10,7 @@ import torch
 from longstrand.architecture import Architecture
 from longstrand.errors import UserError
 from longstrand.model.hf import load_into, read_architecture, read_json, save_from
+from longstrand.model.hf.files import DTYPES
 from longstrand.model.init import Init, draw_weights
 from longstrand.model.model import Model
 
@@ -32,6 +33,8 @@ def load_model(
     Raises:
         UserError: a missing, extra or wrongly shaped tensor, or an unsupported config field, by name.
     """
+    if dtype not in DTYPES.values():
+        raise ValueError(f"dtype = {dtype}: must be one of {', '.join(map(str, DTYPES.values()))}")
     if isinstance(folder_or_config, str | Path) and Path(folder_or_config).is_dir():
         return _read_folder(Path(folder_or_config), dtype, torch.device(device))
     model = Model(_architecture(folder_or_config)).float()
