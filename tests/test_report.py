@@ -384,6 +384,7 @@ def test_losses_that_are_not_finite_do_not_stop_the_report(tmp_path: Path):
         ("metrics.jsonl", b'{"step": 1}\n{"st\n{"step": 3}\n', "line 2: not valid JSON"),
         ("metrics.jsonl", b'{"step": 1}\n{"loss": 3}\n', "line 2: step = None"),
         ("metrics.jsonl", b"[]\n", "line 1: step = None"),
+        ("metrics.jsonl", b'{"step": 1' + b"0" * 30 + b"}\n", "line 1: step = 1000"),
     ],
 )
 @pytest.mark.usefixtures("words_only")

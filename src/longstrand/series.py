@@ -148,6 +148,11 @@ def is_number(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63
 
 
+def is_count(value: Any) -> bool:
+    """Whether a value read from JSON is a whole number from 0, within 64 bits."""
+    return isinstance(value, int) and is_number(value) and value >= 0
+
+
 def _numbers(row: Floats) -> list[float]:
     """The row without its trailing zeros, whole numbers as such."""
     last = np.flatnonzero(row)
@@ -160,7 +165,7 @@ def _problem(series: Any) -> str | None:
     if not isinstance(series, dict) or not isinstance(series.get("name"), str):
         return "has no name"
     for key in ("step", "tokens", "sequences", "masked", "beyond"):
-        if not _is_count(series.get(key)):
+        if not is_count(series.get(key)):
             return f"{key} = {series.get(key)!r} is not a count"
     buckets = series.get("buckets")
     if not isinstance(buckets, list) or not buckets or not all(isinstance(row, dict) for row in buckets):
@@ -169,7 +174,7 @@ def _problem(series: Any) -> str | None:
         if not all(row.get(key) is None or is_number(row[key]) for key in ("nats", "low", "high")):
             return "nats, low or high is not a number"
     if not all(
-        _is_count(bucket.get(key)) for bucket in buckets for key in ("start", "end", "tokens", "sequences")
+        is_count(bucket.get(key)) for bucket in buckets for key in ("start", "end", "tokens", "sequences")
     ):
         return "start, end, tokens or sequences of a bucket is not a count"
     if any(a["end"] != b["start"] for a, b in pairwise(buckets)):
@@ -192,7 +197,3 @@ def _document_problem(documents: Any, num_buckets: int) -> str | None:
             if not isinstance(values, list) or len(values) > num_buckets or not all(map(is_number, values)):
                 return f"{key} of document {row['id']} is not a list of at most {num_buckets} numbers"
     return None
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and is_number(value) and value >= 0

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from longstrand.errors import UserError
-from longstrand.series import Series, is_number, read_series
+from longstrand.series import Series, is_count, is_number, read_series
 
 FILES = ("run.toml", "kernels.json", "data.json", "metrics.jsonl", "evaluate.json")
 
@@ -122,7 +122,7 @@ def _read_metrics(path: Path) -> tuple[list[dict[str, Any]], bool]:
                 continue
             raise UserError(f"{path}, line {number}: not valid JSON ({_one_line(error)})") from error
         step = record.get("step") if isinstance(record, dict) else None
-        if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+        if not is_count(step):
             raise UserError(f"{path}, line {number}: step = {step!r}: must be a whole number from 0")
         records[step] = record
     return [records[step] for step in sorted(records)], torn
