@@ -12,8 +12,8 @@ from longstrand import __version__
 from longstrand.buckets import Comparison, Gain
 from longstrand.report.drawing import Plot, inline_svg
 from longstrand.report.findings import Findings
+from longstrand.report.guide import how_to_read, limits
 from longstrand.report.ledger import ledger_html
-from longstrand.report.reading import how_to_read, limits
 from longstrand.report.run_folder import RunFolder
 from longstrand.report.tables import pairs, table, value_html
 from longstrand.series import Series
