@@ -16,7 +16,7 @@ from longstrand.data.ledger import Ledger, PartLedger, Served, SourceLedger, fam
 from longstrand.data.letters import LetterPolicy
 from longstrand.data.loader import DocumentPacks, Loader, Shelf
 from longstrand.data.reading import Reading
-from longstrand.data.selection import Selection, num_records, select, tokenized
+from longstrand.data.selection import Selection, select, tokenized
 from longstrand.data.sequences import FamilyRules, Order, SequenceSet, family_set, window_set
 from longstrand.data.splits import HELD_OUT, PART_NAMES, TRAIN, PartName, check_apart
 from longstrand.data.tokens import TextTokenizer, letter_ids
@@ -214,15 +214,15 @@ class Data:
                 unknown_tokens=sum(selection.stores[s].facts.get("unknown_tokens", 0) for s in read),
             )
             for part, name in enumerate(PART_NAMES):
-                own, tokens = letters.of(index, part), selection.of(index, part)
-                if len(tokens):
+                own = letters.of(index, part)  # tokens of a stretch keep its place in the list
+                if len(own):
                     line.parts[name] = PartLedger.of(
                         self._reading,
                         selection.stores,
                         self._sequences(index, part, self.section.length, None),
-                        records=num_records(letters, own),
+                        records=letters.num_records(own),
                         letters=int(letters.stretches.lengths[own].sum()),
-                        values=int(selection.stretches.lengths[tokens].sum()),
+                        values=int(selection.stretches.lengths[own].sum()),
                     )
             self.ledger.sources.append(line)
         if letters.families is not None:
@@ -230,16 +230,11 @@ class Data:
 
     def _fingerprint(self, sequences_per_step: int) -> str:
         """Changes whenever the order or the content of training would."""
-        selection = self._selection
+        selection, stretches = self._selection, self._selection.stretches
         digest = hashlib.sha256()
         for store in selection.stores:
             digest.update(store.digest.encode())
-        arrays = (
-            selection.stretches.store,
-            selection.stretches.start,
-            selection.stretches.end,
-            selection.stretches.turned,
-        )
+        arrays = (stretches.store, stretches.start, stretches.end, stretches.turned)
         for array in (*arrays, selection.source_of, selection.part_of, selection.label, self._reading.ids):
             digest.update(np.ascontiguousarray(array).tobytes())
         settings = self.section.model_dump(exclude={"sources", "cache", "tokenizer"})

@@ -64,6 +64,10 @@ class Selection:
         """Indices of one source's stretches in one part of the split."""
         return np.flatnonzero((self.source_of == source) & (self.part_of == part))
 
+    def num_records(self, chosen: np.ndarray) -> int:
+        """How many records the chosen stretches are of."""
+        return len(np.unique(records_of(self.stores, self.stretches.take(chosen))))
+
 
 def select(section: DataSection, cache: Path, tokenizer: TextTokenizer | None) -> Selection:
     """Opens all sources, chooses their regions, finds families and splits.
@@ -93,15 +97,13 @@ def tokenized(selection: Selection, tokenizer: TextTokenizer, policy: LetterPoli
         UserError: the tokenizer makes nothing of a stretch.
     """
     stores = list(selection.stores)
-    store, start, end = (
-        np.array(a) for a in (selection.stretches.store, selection.stretches.start, selection.stretches.end)
-    )
-    turned = selection.stretches.turned.copy()
+    old = selection.stretches
+    store, start, end, turned = (array.copy() for array in (old.store, old.start, old.end, old.turned))
     for index, letters in enumerate(selection.stores):
-        own = np.flatnonzero(selection.stretches.store == index)
+        own = np.flatnonzero(old.store == index)
         if not letters.holds_letters or not len(own):
             continue
-        tokens = open_tokens(letters, selection.stretches.take(own), tokenizer, policy, cache)
+        tokens = open_tokens(letters, old.take(own), tokenizer, policy, cache)
         if tokens.num_records != len(own):
             raise UserError(
                 f"{letters.source}: the tokenizer {tokenizer.path} makes no token of some stretch of it"
@@ -110,11 +112,6 @@ def tokenized(selection: Selection, tokenizer: TextTokenizer, policy: LetterPoli
         start[own], end[own] = tokens.starts[:-1], tokens.starts[1:]
         stores.append(tokens)
     return replace(selection, stores=stores, stretches=Stretches(store, start, end, turned))
-
-
-def num_records(selection: Selection, chosen: np.ndarray) -> int:
-    """How many records the chosen stretches are of."""
-    return len(np.unique(records_of(selection.stores, selection.stretches.take(chosen))))
 
 
 def _open_source(
@@ -170,13 +167,13 @@ def _refuse_settings(source: Source, section: DataSection, kind: Kind) -> None:
     """Settings that only nucleotide records can have."""
     if kind == "fasta":
         return
+    by = section.split.by if section.split is not None else "record"
     wanted = {
         "regions": bool(source.regions),
         "bed": source.bed is not None,
         "reverse_complement": section.reverse_complement,
         "families": section.families is not None,
-        f'split.by = "{section.split.by if section.split else ""}"': section.split is not None
-        and section.split.by != "record",
+        f'split.by = "{by}"': by != "record",
     }
     for name, is_set in wanted.items():
         if is_set:
