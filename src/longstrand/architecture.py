@@ -101,6 +101,7 @@ class _Reader:
         self.text: Json = dict(text)
 
     def values(self) -> Json:
+        """The arguments of `Architecture`, each checked."""
         self._check_names()
         self._check_fixed()
         keys.check_quantization(self.outer.get("quantization_config"), self.where)

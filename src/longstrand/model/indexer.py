@@ -40,6 +40,7 @@ class Indexer(nn.Module):
         pool_keys: Float[Tensor, "P DI"],
         num_selected: int,
     ) -> Int[Tensor, "T I"]:
+        """The pools that each query attends to, ids ascending, -1 where fewer are visible."""
         q, weights = self.queries(h, q_resid)
         return select_pools(q, weights, pool_keys, tile.first_pool, tile.num_visible, num_selected)
 

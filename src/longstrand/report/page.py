@@ -17,16 +17,7 @@ from longstrand.report.ledger import ledger_html
 from longstrand.report.run_folder import RunFolder
 from longstrand.report.tables import pairs, table, value_html
 from longstrand.series import Series
-from longstrand.wording import (
-    Unit,
-    count,
-    duration,
-    interval,
-    number,
-    percent,
-    size_bytes,
-    tokens_range,
-)
+from longstrand.wording import Unit, count, duration, interval, number, percent, size_bytes, tokens_range
 
 
 def page_html(run: RunFolder, findings: Findings, unit: Unit, plots: Sequence[Plot | None]) -> str:

@@ -22,6 +22,7 @@ from longstrand.errors import UserError
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
 FP8 = "F8_E4M3"
+_OTHER = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
 _COPY_BYTES = 1 << 24
 
 
@@ -137,9 +138,6 @@ class WeightFiles:
         except (SafetensorError, OSError) as error:
             raise UserError(f"{path}: not a whole safetensors file ({error}); copy it again") from error
         self._open[path] = file
-
-
-_OTHER = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -15,24 +15,9 @@ from torch import Tensor, nn
 from longstrand.architecture import Architecture
 from longstrand.errors import RunFailed, UserError
 from longstrand.model.hf.config import written_config
-from longstrand.model.hf.files import (
-    DTYPES,
-    FP8,
-    INDEX,
-    SINGLE,
-    Entry,
-    WeightFiles,
-    computed,
-    write_file,
-)
+from longstrand.model.hf.files import DTYPES, FP8, INDEX, SINGLE, Entry, WeightFiles, computed, write_file
 from longstrand.model.hf.fp8 import dequantise, scale_name
-from longstrand.model.hf.names import (
-    PREFIX,
-    Part,
-    full_name,
-    keeps_float32,
-    published_parts,
-)
+from longstrand.model.hf.names import PREFIX, Part, full_name, keeps_float32, published_parts
 from longstrand.model.hf.read import SourceInfo, named_tensors
 
 SHARD_BYTES = 5 * 10**9
