@@ -10,7 +10,7 @@ from longstrand.data.pack import Pack
 from longstrand.memory import SideLosses
 from longstrand.model import load_model
 
-TILE = 256
+TILE = 128
 
 
 def peak_bytes(trained, length, indexer="frozen", tile=TILE, vocabulary=256):
@@ -25,7 +25,7 @@ def peak_bytes(trained, length, indexer="frozen", tile=TILE, vocabulary=256):
 
 def test_the_live_tensors_of_a_step_grow_by_what_has_to_be_kept():
     trained = load_model(toy())
-    growth = (peak_bytes(trained, 2048) - peak_bytes(trained, 1024)) / 1024
+    growth = (peak_bytes(trained, 1024) - peak_bytes(trained, 512)) / 512
     assert growth <= FACTOR * sum(bytes_per_token(toy()).values())
 
 
@@ -33,23 +33,23 @@ def test_the_live_tensors_of_a_step_grow_by_what_has_to_be_kept():
 def test_without_a_graph_only_two_streams_and_one_layers_buffers_grow(indexer):
     trained = load_model(toy())
     peaks = []
-    for length in (1024, 2048):
+    for length in (512, 1024):
         given = Pack.from_documents(documents((length,), vocabulary=256))
         with LiveTensors() as live, torch.no_grad():
             trained.token_logprobs(given, tile=TILE, side=SideLosses(indexer=indexer))
         peaks.append(live.peak)
     stream = 4 * 128 * 4
-    assert (peaks[1] - peaks[0]) / 1024 <= FACTOR * (2 * stream + 2 * 512 + 1000)
+    assert (peaks[1] - peaks[0]) / 512 <= FACTOR * (2 * stream + 2 * 512 + 1000)
 
 
 @pytest.mark.parametrize("kinds", ["K", "KKK"])
 def test_what_a_border_between_tiles_costs_is_its_carries(kinds):
     """Halving the tile doubles the borders; each keeps a state and J - 1 tokens per KDA layer."""
     trained = model(kinds, dtype=torch.float32, vocab_size=19)
-    length = 1024
-    wide, narrow = (peak_bytes(trained, length, tile=tile, vocabulary=19) for tile in (128, 64))
+    length = 256
+    wide, narrow = (peak_bytes(trained, length, tile=tile, vocabulary=19) for tile in (64, 32))
     carry = (2 * 8 * 8 + 3 * 3 * 2 * 8) * 4 * len(kinds)
-    assert narrow - wide <= 1.5 * carry * (length // 64 - length // 128)
+    assert narrow - wide <= 1.5 * carry * (length // 32 - length // 64)
 
 
 @pytest.mark.slow

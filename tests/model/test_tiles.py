@@ -16,7 +16,7 @@ from longstrand.bench.tiles import KINDS, LIMIT, TILES, bfloat16_errors, tile_er
 from longstrand.data.pack import Pack
 from longstrand.memory import SideLosses
 
-FEW = (1, 2, 3, 21, 5)
+FEW = (1, 2, 3, 9, 5)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -69,7 +69,7 @@ def test_the_choice_of_a_tile_is_made_by_its_own_rows():
 
 def test_many_tiles_round_no_worse_than_one_in_bfloat16():
     """Gradients add up in float32: two runs are 2e-3 apart at 64 tiles, and 1.6e-2 when they add up in bfloat16."""
-    errors = bfloat16_errors(tokens=256, num_tiles=64)
+    errors = bfloat16_errors(tokens=128, num_tiles=64)
     assert errors.keys() >= {"kda", "mla", "mhc", "experts", "head", "embedding"}
     assert max(many / one for one, many, _ in errors.values()) <= 2
     assert max(apart for _, _, apart in errors.values()) <= 5e-3
