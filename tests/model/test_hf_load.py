@@ -51,15 +51,22 @@ def test_a_text_model_without_its_outer_part_is_read(tmp_path: Path, prefix: str
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
-def test_every_plain_dtype_is_read_and_casts_are_counted(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_every_plain_dtype_is_read_and_casts_are_counted_and_said(
+    tmp_path: Path, dtype: torch.dtype, caplog: pytest.LogCaptureFixture
+) -> None:
     weights = {name: value.to(dtype) for name, value in drawn().state_dict().items()}
     holder = Holder()
-    source = load_into(holder, write(tmp_path / "model", published(weights)))
+    with caplog.at_level("INFO", "longstrand"):
+        source = load_into(holder, write(tmp_path / "model", published(weights)))
     for name, value in holder.state_dict().items():
         assert torch.equal(value, weights[name].float()), name
     kind = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}.get(dtype)
     expected = {} if kind is None else {f"{kind} to float32": len(published(weights))}
     assert source.casts == expected
+    said = [
+        f"{tmp_path / 'model'}: {count} tensors were cast from {kind}" for kind, count in expected.items()
+    ]
+    assert caplog.messages == said
 
 
 def test_fp8_blocks_are_multiplied_by_their_factors(tmp_path: Path) -> None:
