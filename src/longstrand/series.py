@@ -10,7 +10,7 @@ import json
 import math
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NotRequired, TypedDict
+from typing import Any, NotRequired, TypedDict, TypeGuard
 
 import numpy as np
 
@@ -148,7 +148,7 @@ def is_number(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63
 
 
-def is_count(value: Any) -> bool:
+def is_count(value: Any) -> TypeGuard[int]:
     """Whether a value read from JSON is a whole number from 0, within 64 bits."""
     return isinstance(value, int) and is_number(value) and value >= 0
 
