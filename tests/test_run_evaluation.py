@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tokenizers import Tokenizer, models
 
 from longstrand.config import dump_toml, load_recipe
 from longstrand.data import Pack
@@ -111,6 +112,11 @@ def test_a_checkpoint_is_scored_with_the_recipe_of_its_run(run: Path, fasta: Pat
     assert series["nats"] == pytest.approx(total / weights, rel=1e-5)
 
 
+def test_a_checkpoint_is_found_from_inside_its_folder(run: Path, monkeypatch):
+    monkeypatch.chdir(run / "checkpoints" / "step_000002")
+    assert load_trained(Path(".")).step == 2
+
+
 def test_a_damaged_newest_checkpoint_is_passed_over(run: Path):
     next((run / "checkpoints" / "step_000005" / "state").glob("*.distcp")).write_bytes(b"")
     assert load_trained(run).step == 2
@@ -144,3 +150,12 @@ def test_tokens_are_shown_in_nats(run: Path, tmp_path: Path, capsys):
     (tmp_path / "rows.jsonl").write_text('{"input_ids": [1, 2, 30], "loss_mask": [0, 1, 1]}\n')
     run_evaluation(run, [str(tmp_path / "rows.jsonl")], 64)
     assert "nats per token" in capsys.readouterr().out
+
+
+def test_what_the_tokenizer_does_not_know_is_shown(run: Path, fasta: Path, tmp_path: Path, capsys):
+    vocabulary = {"<unk>": 0, "A": 1, "C": 2, "G": 3, "T": 4}
+    Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>")).save(str(tmp_path / "tokenizer.json"))
+    recipe = load_recipe(run / "run.toml", [f"data.tokenizer={tmp_path}", "data.cut=1"])
+    (run / "run.toml").write_text(dump_toml(recipe))
+    run_evaluation(run, [str(fasta)], 64)
+    assert f"read as the unknown token: {FIRST.count('N')}" in capsys.readouterr().out

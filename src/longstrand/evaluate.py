@@ -86,8 +86,8 @@ def run_evaluation(
     """`longstrand evaluate`: scores a model on files and prints a table, or JSON in nats.
 
     The files are read as the run's recipe says (tokenizer, letters, families), for a Hugging Face folder with the
-    defaults, and a run is scored with its own number of threads. What the readers skip is counted below the table
-    and under "skipped".
+    defaults, and a run is scored with its own number of threads. What the readers skip, and tokens that stand for text
+    the tokenizer does not know, are counted below the table and under "skipped" and "unknown_tokens".
 
     Args:
         target: a run, one of its checkpoints, or a Hugging Face folder.
@@ -109,12 +109,15 @@ def run_evaluation(
     edges = default_edges(length, buckets)
     series = evaluate_series(trained.model, progress, edges, tile, trained.name, trained.step)
     ledger = held_out.ledger.as_dict()
+    skipped = _skipped(ledger)
+    unknown = sum(source["unknown_tokens"] for source in ledger["sources"])
     if as_json:
-        shown = {"version": 1, "unit": "nats", "length": length, **series, "skipped": _skipped(ledger)}
+        head = {"version": 1, "unit": "nats", "length": length}
+        shown = {**head, **series, "skipped": skipped, "unknown_tokens": unknown}
         Console(soft_wrap=True).out(json.dumps(shown, allow_nan=False), highlight=False)
     else:
         formats = [source["format"] for source in ledger["sources"]]
-        _print_table(series, unit_for(held_out.section.tokenizer, formats), _skipped(ledger))
+        _print_table(series, unit_for(held_out.section.tokenizer, formats), skipped, unknown)
     return series
 
 
@@ -211,7 +214,7 @@ def _skipped(ledger: dict[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def _print_table(series: Series, unit: Unit, skipped: list[dict[str, Any]]) -> None:
+def _print_table(series: Series, unit: Unit, skipped: list[dict[str, Any]], unknown_tokens: int) -> None:
     console = Console()
     if not console.is_terminal:
         console = Console(width=100)
@@ -227,6 +230,8 @@ def _print_table(series: Series, unit: Unit, skipped: list[dict[str, Any]]) -> N
     console.print(table)
     if series["masked"]:
         console.print(f"not scored: {count(series['masked'])} masked targets")
+    if unknown_tokens:
+        console.print(f"read as the unknown token: {count(unknown_tokens)}")
     for line in skipped:
         console.print(
             f"skipped, {line['cause']}: {count(line['documents'])} documents, {count(line['tokens'])} tokens "
