@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from longstrand.cli import main
-from longstrand.config import Recipe, example_recipe, load_recipe
+from longstrand.config import Recipe, dump_toml, example_recipe, load_recipe
 from longstrand.doctor import examine
 from longstrand.errors import CheckFailed, RunFailed, UserError
 from longstrand.train.signals import Stopped
@@ -80,6 +80,26 @@ def test_a_bad_command_or_setting_is_one_line_and_code_2(call, genome, arguments
     called = call(*arguments)
     assert (called.code, called.out) == (2, "") and is_one_line(called)
     assert says in called.err
+
+
+def test_going_on_from_a_copied_run_folder_does_not_touch_the_first_one(call, genome, monkeypatch):
+    went_on: list[str] = []
+    monkeypatch.setattr("longstrand.train.sft.train", lambda settings, **_: went_on.append(settings.run.out))
+    monkeypatch.setattr("longstrand.report.write_report", lambda run: run)
+    recipe = example_recipe()
+    for name in ("first", "copy of it"):
+        Path(name, "checkpoints").mkdir(parents=True)
+        moved = recipe.model_copy(
+            update={"run": recipe.run.model_copy(update={"out": str(Path("first").absolute())})}
+        )
+        Path(name, "run.toml").write_text(dump_toml(moved))
+    refused = call("train", "copy of it/run.toml", "--resume")
+    assert refused.code == 2 and is_one_line(refused) and went_on == []
+    assert "stands in another folder" in refused.err
+    assert f"--set run.out='{Path('copy of it').absolute()}'" in refused.err
+    assert call("train", "copy of it/run.toml", "--resume", "--set", "run.out=copy of it").code == 0
+    assert call("train", "first/run.toml", "--resume").code == 0
+    assert went_on == ["copy of it", str(Path("first").absolute())]
 
 
 def test_debug_shows_the_traceback_and_keeps_the_code(call):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,6 +41,7 @@ def load_trained(target: Path) -> Trained:
         UserError: the folder is none of these, the run has no whole checkpoint, or a file in it is broken.
     """
     target = Path(target)
+    checkpoint = Path(os.path.abspath(target))  # its name counts, which "." has not
     if (target / "run.toml").exists():
         newest = latest_checkpoint(target)
         if newest is None:
@@ -47,8 +49,8 @@ def load_trained(target: Path) -> Trained:
                 f"{target / FOLDER}: holds no whole checkpoint yet; train first, or name a model folder"
             )
         return _from_checkpoint(newest, target)
-    if (target / "manifest.json").exists() and (target.absolute().parent.parent / "run.toml").exists():
-        return _from_checkpoint(target, target.absolute().parent.parent)
+    if (target / "manifest.json").exists() and (checkpoint.parent.parent / "run.toml").exists():
+        return _from_checkpoint(checkpoint, checkpoint.parent.parent)
     if (target / "config.json").exists():
         return Trained(load_model(target), str(target), None, 0, target)
     raise UserError(

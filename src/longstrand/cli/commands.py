@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -74,6 +75,8 @@ def train(
 ) -> None:
     """Train as a recipe says, evaluate, and write the report."""
     settings = load_recipe(recipe, overrides)
+    if resume and not any(override.strip().startswith("run.") for override in overrides or []):
+        _check_place(Path(recipe), settings)
     from longstrand.train.sft import train as run_training
 
     run = run_training(settings, resume=resume, dry_run=dry_run)
@@ -165,6 +168,16 @@ def show(
 ) -> None:
     """Print a recipe with every setting, its meaning and its default."""
     typer.echo(dump_toml(load_recipe(recipe, overrides) if recipe else example_recipe()), nl=False)
+
+
+def _check_place(recipe: Path, settings: Recipe) -> None:
+    """The run.toml of a folder that was moved or copied still names the old one: going on there is not meant."""
+    folder, out = recipe.absolute().parent, Path(settings.run.out).expanduser()
+    if recipe.name == "run.toml" and (folder / "checkpoints").exists() and folder.resolve() != out.resolve():
+        raise UserError(
+            f"run.out = {out}: {recipe} stands in another folder, which was moved or copied; go on in that one "
+            f"with --set run.out={shlex.quote(str(folder))}"
+        )
 
 
 def _tokens(option: str, text: str) -> int:
