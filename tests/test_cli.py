@@ -1,5 +1,6 @@
 """The command line: exit codes, one-line errors, and what `init`, `config` and `doctor` write."""
 
+import io
 import json
 import subprocess
 import sys
@@ -59,6 +60,7 @@ def is_one_line(called: Called) -> bool:
         (["train", "human_x", "--set", "train.steps=1e5"], "write 100000"),
         (["config", "show", "nowhere.toml"], "nowhere.toml: no such recipe"),
         (["init", "--data", "nowhere.fa", "--length", "1M"], "--data nowhere.fa: no such file"),
+        (["init", "--data", "~nobody_has_this_name/x.fa", "--length", "1M"], "no home folder is known"),
         (["init", "--data", ".", "--length", "1M"], "--data .: no such file; give a file"),
         (
             ["init", "--data", "my genome.fa", "--length", "1MB"],
@@ -161,6 +163,21 @@ def test_init_writes_a_recipe_that_train_would_read_and_never_overwrites(call, g
     again = call("init", "--data", "my genome.fa", "--length", "1M")
     assert again.code == 2 and "my_genome.toml: exists, and is never overwritten" in again.err
     assert Path("my_genome.toml").read_bytes() == before
+
+
+def test_init_leaves_no_half_of_a_recipe_on_a_full_disk(call, genome, monkeypatch):
+    class Full(io.StringIO):
+        def write(self, _: str) -> int:
+            raise OSError(28, "No space left on device")
+
+    def opened(path: Path, *_: object, **__: object) -> Full:
+        path.touch()
+        return Full()
+
+    monkeypatch.setattr(Path, "open", opened)
+    called = call("init", "--data", "my genome.fa", "--length", "16k")
+    assert called.code == 2 and "my_genome.toml: cannot be written (No space left on device)" in called.err
+    assert not Path("my_genome.toml").exists()
 
 
 def test_init_takes_a_glob_and_weights_from_a_folder(call, genome):

@@ -64,10 +64,16 @@ def model_source(model: ModelSection) -> Path:
     """The folder or config file that a recipe's model stands for.
 
     Raises:
-        UserError: no such file, and no shipped config of that name.
+        UserError: no such file, and no shipped config of that name; a file in place of a folder, or the reverse.
     """
     if model.path is not None:
+        if Path(model.path).is_file():
+            raise UserError(f"model.path = {model.path}: a file, so without weights; name it in model.config")
         return Path(model.path)
+    if Path(str(model.config)).is_dir():
+        raise UserError(
+            f"model.config = {model.config}: a folder; name it in model.path, or its config.json here"
+        )
     path, shipped = Path(str(model.config)), _SHIPPED / f"{model.config}.json"
     if path.exists():
         return path

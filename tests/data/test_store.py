@@ -62,6 +62,11 @@ def test_a_second_opening_reads_the_cache_and_another_content_does_not(
     assert changed.digest != first.digest and records(changed)[2] == ("a", 7, "TTTA")
 
 
+def test_a_cache_can_be_read_by_other_users(fasta: Path, tmp_path: Path) -> None:
+    found = open_fasta(fasta, tmp_path / "cache")
+    assert (tmp_path / "cache" / found.digest).stat().st_mode & 0o777 == 0o755
+
+
 @pytest.mark.parametrize("name", ["values", "index.npz", "store.json"])
 @pytest.mark.parametrize("damage", ["flip", "cut", "remove", "empty"])
 def test_a_damaged_cache_is_built_again(fasta: Path, tmp_path: Path, name: str, damage: str) -> None:

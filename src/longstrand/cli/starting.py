@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from longstrand.config import Recipe, dump_toml
+from longstrand.config.base import has_its_home
 from longstrand.errors import UserError
 
 _ENDINGS = (".gz", ".bgz", ".fa", ".fasta", ".fna", ".jsonl", ".json", ".txt")
@@ -31,6 +32,8 @@ def write_recipe(data: str, length: int, model: str, out: Path | None) -> Path:
     Raises:
         UserError: no such data, or the file exists.
     """
+    if not has_its_home(data):
+        raise UserError(f'--data {data}: no home folder is known for its "~"; write the path in full')
     pattern = str(Path(data).expanduser())  # as `data.sources` is read
     if not any(Path(found).is_file() for found in [pattern, *glob.glob(pattern, recursive=True)]):
         remedy = "give a file, or a glob in quotes" if Path(data).is_dir() else "check the path"
@@ -44,6 +47,8 @@ def write_recipe(data: str, length: int, model: str, out: Path | None) -> Path:
     except FileExistsError:
         raise UserError(f"{path}: exists, and is never overwritten; remove it or choose --out") from None
     except OSError as error:
+        if path.is_file():  # begun here, since "x" opens no other, and the disk did not take all of it
+            path.unlink()
         raise UserError(f"{path}: cannot be written ({error.strerror}); choose another --out") from None
     return path
 

@@ -219,6 +219,7 @@ def _build(folder: Path, dtype: type[np.generic], build: Callable[[Writer], dict
     """Writes `folder` by way of a folder of its own; the caller holds the lock."""
     _remove_stale(folder.parent)
     part = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".part", dir=folder.parent))
+    part.chmod(0o755)  # a cache may serve several users
     try:
         with Writer(part, dtype) as writer:
             writer.finish(build(writer))
