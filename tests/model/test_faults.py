@@ -123,6 +123,30 @@ def test_all_zero_inputs_have_finite_gradients():
     assert all(grad.isfinite().all() for grad in grads.values())
 
 
+@pytest.mark.parametrize("period", [1, 2])
+def test_a_run_of_one_letter_trains_in_float32_as_in_float64(period):
+    """Repeated keys with beta near 0 and 1, through a whole stack: gradients within 1e-3 of the truth."""
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        trained = model("KKK", dtype=dtype, n_routed_experts=2)
+        for name, value in trained.named_parameters():
+            if name.endswith("self_attn.b_proj.weight"):
+                value.data.mul_(30)
+        given = Pack.from_documents([torch.tensor([5, 11][:period]).repeat(150 // period)])
+        logprobs, grads = gradients(trained, given, 64, weight=torch.ones(len(given)))
+        found.append(grads | {"log-probabilities": logprobs})
+    error, where = largest_difference(found[0], found[1], scale=1e-3)
+    assert error <= 1e-3, where
+
+
+def test_autograd_grad_of_a_layers_parameter_is_refused():
+    """The scan hands gradients to parameters itself; asking autograd for them must not give zeros."""
+    trained, given = model("KD"), Pack.from_documents(documents((9,)))
+    loss = trained.token_logprobs(given, tile=4).sum()
+    with pytest.raises(RuntimeError, match="not have been used in the graph"):
+        torch.autograd.grad(loss, trained.get_parameter("layers.0.self_attn.q_proj.weight"))
+
+
 @pytest.mark.parametrize("mode", ["frozen", "sparse", "warmup"])
 def test_fresh_memory_is_written_before_it_is_read(mode, fresh_memory_is_nan):
     """R17 and A29: buffers come filled with NaN and the largest id; twice in a row."""

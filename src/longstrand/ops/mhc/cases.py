@@ -29,6 +29,7 @@ CASES = (
     MhcCase("one stream", streams=1),
     MhcCase("one iteration", iterations=1),
     MhcCase("nearly a permutation", spread=6.0),
+    MhcCase("a permutation", spread=60.0),
     MhcCase("streams as small as the epsilon", size=3e-3),
 )
 
