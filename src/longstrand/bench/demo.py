@@ -33,7 +33,12 @@ Improvement = dict[str, float]
 
 
 def measure(out: Path | None = None, seeds: int = 1) -> list[Record]:
-    """Runs the demo and judges each seed; `out` None: a folder that is removed afterwards."""
+    """Runs the demo and judges each seed.
+
+    Args:
+        out: where it is run, and what is there is gone on with (without a measured time then); None: a folder that
+            is removed afterwards.
+    """
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "demo" if out is None else Path(out)
         began = time.monotonic()
