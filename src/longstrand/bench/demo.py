@@ -41,14 +41,14 @@ def measure(out: Path | None = None, seeds: int = 1) -> list[Record]:
     """
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "demo" if out is None else Path(out)
-        began = time.monotonic()
+        fresh, began = not folder.exists(), time.monotonic()
         run_demo(folder, seeds)
         seconds = (time.monotonic() - began) / seeds
         found = [
             record for seed, run in enumerate(demo_folders(folder, seeds)) for record in judge(run, seed)
         ]
     took = {"asked": f"< {ASKED_SECONDS} s", "measured": round(seconds), "pass": seconds < ASKED_SECONDS}
-    return [*found, {"name": "demo: seconds of one seed", **took}]
+    return [*found, {"name": "demo: seconds of one seed", **took}] if fresh else found
 
 
 def judge(run: Path, seed: int) -> list[Record]:
