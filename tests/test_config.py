@@ -124,6 +124,7 @@ def test_only_true_and_false_are_truth_values(text):
         ("train.lr=nan", "train.lr = nan", "must be a finite number", "for example 0.0001"),
         ("train.steps=1e5", "train.steps = 100000.0", "must be a whole number", "write 100000"),
         ("train.steps=0", "train.steps = 0", "must be at least 1", "for example 100"),
+        ("train.eps=1e-46", "train.eps = 1e-46", "must be at least 1e-38", "the default is 1e-08"),
         ("train.betas=[0.9]", "train.betas = [0.9]", "a list of two numbers", "the default is [0.9, 0.95]"),
         ("train.betas=[0.9,1]", "train.betas.1 = 1", "a list of two numbers", "the default is [0.9, 0.95]"),
         ("run.dtype=float16", 'run.dtype = "float16"', '"bfloat16" or "float64"', 'the default is "float32"'),

@@ -326,10 +326,15 @@ def test_a_corrupt_evaluation_is_one_line_with_the_remedy(tmp_path: Path, conten
     assert "\n" not in str(caught.value)
 
 
+ABSENT = object()
+
+
 @pytest.mark.parametrize(
     ("place", "value"),
     [
         (("nats",), "NaN"),
+        (("nats",), ABSENT),
+        (("buckets", 0, "low"), ABSENT),
         (("nats",), 10**400),
         (("tokens",), 10**400),
         (("buckets",), []),
@@ -350,6 +355,8 @@ def test_a_damaged_series_is_named(tmp_path: Path, place, value):
     for key in place[:-1]:
         inner = inner[key]
     inner[place[-1]] = value
+    if value is ABSENT:
+        del inner[place[-1]]
     path.write_text(json.dumps(content))
     with pytest.raises(UserError, match="series 0: "):
         read_series(path)

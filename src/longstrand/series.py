@@ -171,8 +171,10 @@ def _problem(series: Any) -> str | None:
     if not isinstance(buckets, list) or not buckets or not all(isinstance(row, dict) for row in buckets):
         return "buckets is not a list of records"
     for row in [series, *buckets]:
-        if not all(row.get(key) is None or is_number(row[key]) for key in ("nats", "low", "high")):
-            return "nats, low or high is not a number"
+        if not all(
+            key in row and (row[key] is None or is_number(row[key])) for key in ("nats", "low", "high")
+        ):
+            return "nats, low or high is absent or not a number"
     if not all(
         is_count(bucket.get(key)) for bucket in buckets for key in ("start", "end", "tokens", "sequences")
     ):

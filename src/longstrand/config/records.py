@@ -83,7 +83,7 @@ class TrainSection(Record):
         description="AdamW's two decay rates",
         json_schema_extra={"rule": "must be a list of two numbers from 0 to below 1"},
     )
-    eps: float = Field(1e-8, gt=0, description="AdamW's epsilon")
+    eps: float = Field(1e-8, ge=1e-38, description="AdamW's epsilon; float32 must not round it to 0")
     weight_decay: float = Field(0.0, ge=0, description="AdamW's weight decay; matrices only")
     clip: float | None = Field(1.0, gt=0, description='largest gradient norm; "none": never clipped')
     indexer: Literal["frozen", "warmup", "sparse"] = Field(
