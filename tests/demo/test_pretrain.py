@@ -18,7 +18,7 @@ from longstrand.model import load_model
 @pytest.fixture
 def tiny_stage() -> Stage:
     train = {"steps": 2, "sequences_per_step": 1, "lr": 1e-3, "warmup_steps": 1, "indexer": "sparse"}
-    return Stage("1_tiny", Kin(length=64, unit=(10, 20)), train, pack=128, seed=5)
+    return Stage("1_tiny", Kin(length=64, unit=(10, 20)), train, pack=128, sequences=4, seed=5)
 
 
 def test_a_stage_shows_each_generated_sequence_once(tiny_stage: Stage, tmp_path: Path):
@@ -47,5 +47,6 @@ def test_every_shipped_stage_is_a_valid_recipe(tmp_path: Path):
     before: Path | None = None
     for stage in stages():
         recipe = recipe_of(stage, tmp_path, before)
-        assert stage.pack % stage.kin.length == 0 and recipe.train.steps > 0
+        assert stage.pack % stage.kin.length == 0
+        assert recipe.train.steps * stage.pack <= stage.sequences * stage.kin.length
         before = tmp_path

@@ -75,6 +75,6 @@ def test_the_steps_of_the_demo_hold_no_held_out_kmer(opened, forbidden: set[str]
 
 def test_the_sequences_that_made_the_checkpoint_hold_no_held_out_kmer(forbidden: set[str]):
     for stage in stages():
-        for number in range(min(stage.num_sequences, 200)):
+        for number in range(min(stage.sequences, 200)):
             text = generate(stage.kin, stage.seed, number)[0].tobytes().decode()
             assert kmers(text).isdisjoint(forbidden)

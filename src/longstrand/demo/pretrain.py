@@ -39,13 +39,8 @@ class Stage:
     kin: Kin
     train: dict[str, Any]
     pack: int  # tokens of a pack of sequences
+    sequences: int  # generated; each is shown at most once
     seed: int
-
-    @property
-    def num_sequences(self) -> int:
-        """Sequences of the stage; each is shown once."""
-        tokens = self.train["steps"] * self.train["sequences_per_step"] * self.pack
-        return tokens // self.kin.length
 
 
 def stages() -> list[Stage]:
@@ -57,6 +52,7 @@ def stages() -> list[Stage]:
             kin=_kin(entry["kin"]),
             train=entry["train"],
             pack=entry["pack"],
+            sequences=entry["sequences"],
             seed=entry["seed"],
         )
         for number, entry in enumerate(read["stage"], start=1)
@@ -93,7 +89,7 @@ def write_sequences(stage: Stage, path: Path) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(".part")
     with unfinished.open("wb") as file:
-        for number in range(stage.num_sequences):
+        for number in range(stage.sequences):
             letters, _ = generate(stage.kin, stage.seed, number)
             file.write(b">%s_%d\n%s\n" % (stage.name.encode(), number, letters.astype(np.uint8).tobytes()))
     unfinished.rename(path)
@@ -110,7 +106,7 @@ def pretrain(out: Path) -> Path:
     for stage in stages():
         weights = out / stage.name / "weights"
         if not weights.exists():
-            _log.info("stage %s: %d sequences", stage.name, stage.num_sequences)
+            _log.info("stage %s: %d sequences", stage.name, stage.sequences)
             write_sequences(stage, out / stage.name / "sequences.fa")
             run = train(recipe_of(stage, out, before), resume=True)
             export_run(run, weights)
