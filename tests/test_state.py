@@ -116,6 +116,14 @@ BROKEN = {
     ),
     "other version": (_edit_manifest(version=99), r"manifest\.json has version 99, this longstrand reads 1"),
     "no files listed": (_edit_manifest(files={}), r"manifest\.json lists no files"),
+    "a listed file without its size": (
+        _edit_manifest(files={"trainer.json": 3}),
+        r"manifest\.json has no size and SHA-256 of trainer\.json",
+    ),
+    "manifest nested without end": (
+        lambda f: (f / "manifest.json").write_text("[" * 100_000),
+        r"manifest\.json is not JSON",
+    ),
     "data file removed": (lambda f: _data_file(f).unlink(), r"state/\S+ is absent"),
     "one byte short": (_short_by_one_byte, r"state/\S+ has (\d+) bytes, must have \d+; it was cut"),
     "zero length": (_empty_trainer, r"trainer\.json has 0 bytes, must have \d+"),

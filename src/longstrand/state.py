@@ -154,7 +154,7 @@ def remove_unfinished(run: Path) -> int:
     checkpoints = run / FOLDER
     stale = [path for start in (_SAVING, _DELETING) for path in checkpoints.glob(f"{start}*")]
     for path in stale:
-        shutil.rmtree(path)
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
     return len(stale)
 
 
@@ -222,7 +222,9 @@ def _compare(folder: Path, held: Mapping[str, Any], wanted: Mapping[str, Tensor]
             )
 
 
-def _check_file(folder: Path, name: str, expected: Mapping[str, Any]) -> None:
+def _check_file(folder: Path, name: str, expected: object) -> None:
+    if not isinstance(expected, dict) or not {"bytes", "sha256"} <= set(expected):
+        raise BrokenCheckpoint(f"{folder}: manifest.json has no size and SHA-256 of {name}; it was damaged")
     path = folder / name
     if not path.is_file():
         raise BrokenCheckpoint(f"{folder}: {name} is absent; it was cut or a file was removed")
@@ -241,7 +243,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise BrokenCheckpoint(f"{path.parent}: {path.name} is absent; the save never finished") from error
-    except (ValueError, OSError) as error:
+    except (ValueError, RecursionError, OSError) as error:
         raise BrokenCheckpoint(f"{path.parent}: {path.name} is not JSON; it was damaged") from error
     if not isinstance(value, dict):
         raise BrokenCheckpoint(f"{path.parent}: {path.name} is not a JSON object; it was damaged")

@@ -61,8 +61,11 @@ def test_a_whole_last_line_without_its_newline_is_kept_whole(tmp_path):
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1}\n{"step": 2}\n{"step": 3}\n'
 
 
-def test_a_damaged_line_before_the_last_is_named(tmp_path):
-    _write(tmp_path, '{"step": 1}\n', "nonsense\n", '{"step": 3}\n')
+@pytest.mark.parametrize(
+    "damaged", ["nonsense\n", "[" * 100_000 + "\n"], ids=["no JSON", "nested without end"]
+)
+def test_a_damaged_line_before_the_last_is_named(damaged, tmp_path):
+    _write(tmp_path, '{"step": 1}\n', damaged, '{"step": 3}\n')
     with pytest.raises(UserError, match=r"metrics\.jsonl: line 2 is not a metrics record"):
         cut_after(tmp_path, 3)
 

@@ -295,3 +295,28 @@ def test_a_vocabulary_that_is_too_small_is_refused_before_any_step(tmp_path):
     with pytest.raises(UserError, match=r"gives token \d+, and the model's vocabulary has 64"):
         train(recipe)
     assert not (tmp_path / "run/run.toml").exists()
+
+
+@pytest.mark.parametrize(
+    "config, override, message",
+    [
+        (
+            {"mlp_layer_types": ["dense", "dense"]},
+            "train.balance=bias",
+            r'balance = "bias": this model has no router',
+        ),
+        (
+            {"layer_types": ["linear_attention", "linear_attention"]},
+            "train.indexer=sparse",
+            r'indexer = "sparse": this model has no indexer',
+        ),
+    ],
+    ids=["balance without experts", "indexer without sparse attention"],
+)
+def test_a_setting_that_this_model_has_no_part_for_is_refused(config, override, message, tmp_path):
+    recipe = recipe_in(tmp_path, override)
+    shape = json.loads((tmp_path / "tiny.json").read_text())
+    (tmp_path / "tiny.json").write_text(json.dumps(shape | config))
+    with pytest.raises(UserError, match=message):
+        train(recipe)
+    assert not (tmp_path / "run/run.toml").exists()

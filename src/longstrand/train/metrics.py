@@ -145,7 +145,7 @@ def _read(path: Path) -> str:
 def _step_of(line: str) -> int | None:
     try:
         record = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     step = record.get("step") if isinstance(record, dict) else None
     return step if isinstance(step, int) else None

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
+from longstrand.architecture import DSA, Architecture
 from longstrand.atomic import write_atomic
 from longstrand.config import Recipe
 from longstrand.data import open_data
@@ -115,11 +116,26 @@ def prepare(recipe: Recipe) -> Training:
             f"data.tokenizer = {recipe.data.tokenizer}: gives token {data.max_token}, and the model's vocabulary "
             f"has {model.architecture.vocab_size}; use the model's own tokenizer"
         )
+    _require_effect(recipe, model.architecture)
     names = trained_names(model.groups(), recipe.train)
     freeze_all_but(model, names)
     training = Training(model, Optimizer(model, names, recipe.train), data, loader)
     _describe(recipe, training)
     return training
+
+
+def _require_effect(recipe: Recipe, shape: Architecture) -> None:
+    """Refuses what this model has no part for: a setting without effect would be a silent one."""
+    balance, indexer = recipe.train.balance, recipe.train.indexer
+    if balance != "none" and "sparse" not in shape.mlp_layer_types:
+        raise UserError(f'train.balance = "{balance}": this model has no router to balance; set it to "none"')
+    if indexer != "frozen" and DSA not in shape.layer_types:
+        raise UserError(f'train.indexer = "{indexer}": this model has no indexer; set it to "frozen"')
+    if indexer != "frozen" and recipe.data.length < shape.index_kpool:
+        raise UserError(
+            f"data.length = {recipe.data.length}: no sequence completes a pool of {shape.index_kpool} tokens, so "
+            f'train.indexer = "{indexer}" learns nothing; raise the length, or set it to "frozen"'
+        )
 
 
 def _take_steps(
