@@ -25,7 +25,7 @@ from longstrand.errors import UserError
 
 _log = logging.getLogger(__name__)
 
-VERSION = 1
+VERSION = 2
 HAS_N, HAS_LOWER, NOT_SUPERVISED = 1, 2, 4
 """Bits of a mark: a token spans an N, spans a lower-case letter, is no target of the loss (prompt, loss_mask)."""
 
