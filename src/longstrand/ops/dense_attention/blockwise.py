@@ -10,6 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from longstrand.ops.precision import wide, wide_dtype
+from longstrand.ops.select import unseen
 
 POOL_BLOCK = 256
 
@@ -85,7 +86,7 @@ def _complete_blocks(
     for start in range(begin, end, POOL_BLOCK):
         pools = slice(start, min(start + POOL_BLOCK, end))
         ids = torch.arange(pools.start, pools.stop, device=q.device)
-        hidden = (ids < first_pool[:, None]) | (ids >= (first_pool + num_visible)[:, None])
+        hidden = unseen(ids, first_pool, num_visible)
         scores = wide(q.flatten(0, 1) @ latents[pools.start * kpool : pools.stop * kpool].T) * scale
         scores = scores.view(*q.shape[:2], -1)
         yield pools, scores.masked_fill_(hidden.repeat_interleave(kpool, -1).unsqueeze(1), -torch.inf)

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from longstrand.ops.select import pool_scores
+from longstrand.ops.select import pool_scores, unseen
 
 Blocks = Callable[[], Iterator[tuple[slice, Tensor]]]
 
@@ -58,5 +58,5 @@ def _visible_scores(
     q: Tensor, weights: Tensor, keys: Tensor, pools: slice, first_pool: Tensor, num_visible: Tensor
 ) -> Tensor:
     ids = torch.arange(pools.start, pools.stop, device=q.device)
-    hidden = (ids < first_pool[:, None]) | (ids >= (first_pool + num_visible)[:, None])
+    hidden = unseen(ids, first_pool, num_visible)
     return pool_scores(q, weights, keys[pools].to(q.dtype)).masked_fill_(hidden, -torch.inf)

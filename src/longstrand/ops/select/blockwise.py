@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from longstrand.ops.select.reference import UNUSED
 
 ROW_BLOCK = 256
 POOL_BLOCK = 4096
+
+
+def unseen(
+    ids: Int[Tensor, "P"], first_pool: Int[Tensor, "T"], num_visible: Int[Tensor, "T"]
+) -> Bool[Tensor, "T P"]:
+    """True where row t does not see pool p: it sees [first_pool[t], first_pool[t] + num_visible[t]) only."""
+    return (ids < first_pool[:, None]) | (ids >= (first_pool + num_visible)[:, None])
 
 
 def pool_scores(
@@ -64,8 +71,7 @@ def _select_rows(
     for block in range(begin, end, POOL_BLOCK):
         ids = torch.arange(block, min(block + POOL_BLOCK, end), device=q.device)
         scores = pool_scores(q, weights, keys[block : block + len(ids)].to(q.dtype))
-        hidden = (ids < first_pool[:, None]) | (ids >= (first_pool + num_visible)[:, None])
-        scores.masked_fill_(hidden, -torch.inf)
+        scores.masked_fill_(unseen(ids, first_pool, num_visible), -torch.inf)
         scores = torch.cat([best_scores, scores], dim=-1)  # ids stay ascending from left to right
         all_ids = torch.cat([best_ids, ids.expand(len(q), -1)], dim=-1)
         position = _top_positions(scores, num_selected)
