@@ -203,6 +203,12 @@ def test_an_absent_file_and_a_folder_are_named(tmp_path: Path) -> None:
         (b'{"messages": []}', "jsonl"),
         (b'{"loss_mask": [1], "input_ids": [5]}', "tokens"),
     ],
+    ids=[
+        "fasta",
+        "gzip",
+        "messages",
+        "tokens",
+    ],  # bytes of gzip hold the time: ids must agree between workers
 )
 def test_the_first_byte_says_what_a_file_holds(tmp_path: Path, data: bytes, kind: str) -> None:
     (tmp_path / "x").write_bytes(data)
