@@ -16,6 +16,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from longstrand.ops.kda.reference import l2_normalise
+from longstrand.ops.native import call, has_kernel
 from longstrand.ops.precision import wide
 
 BLOCK = 8
@@ -38,6 +39,9 @@ def kda(
 
     Source: Kimi Linear (arXiv 2510.26692), section 4; the triangular form is that of DeltaNet (arXiv 2406.06484).
     """
+    if has_kernel(q, k, v, state):
+        begins = None if first is None or not bool(first.any()) else first
+        return _NativeKda.apply(*(wide(x) for x in (q, k, v, g, beta)), begins, wide(state))
     batch, length, heads, _ = q.shape
     num_chunks = -(-length // CHUNK)
     q, k, v, g, beta = (
@@ -203,3 +207,47 @@ def _document_masks(
     same = (document == document.mT).to(dtype)
     last = document[:, :, -1:]
     return same, (document == 0).to(dtype), (document == last).to(dtype), (last[..., 0] == 0).to(dtype)
+
+
+class _NativeKda(torch.autograd.Function):
+    """The same, a chunk and head at a time in cache; see kernel.cpp. Keeps the states before each chunk and v_new."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, first: Tensor | None, state: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        q, k, v, g = (_rows(x) for x in (q, k, v, g))
+        beta, state = beta.contiguous(), state.contiguous()
+        first = None if first is None else first.contiguous()
+        batch, length, heads, key = q.shape
+        value = v.shape[-1]
+        out, last = v.new_empty(batch, length, heads, value), torch.empty_like(state)
+        states = v_new = None
+        if any(ctx.needs_input_grad):
+            chunks, width = -(-length // CHUNK), -(-value // 16) * 16
+            states = v.new_empty(chunks, batch * heads, -(-key // 16) * 16, width)
+            v_new = v.new_empty(chunks, batch * heads, CHUNK, width)
+        ctx.sizes = (batch, length, heads, key, value, *(x.stride(1) for x in (q, k, v, g)))
+        call("kda_forward", q, k, v, g, beta, first, state, *ctx.sizes, out, last, states, v_new)
+        ctx.save_for_backward(q, k, v, g, beta, first, states, v_new)
+        return out, last
+
+    @staticmethod
+    def backward(ctx: Any, d_out: Tensor, d_last: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, g, beta, first, states, v_new = ctx.saved_tensors
+        dq, dk, dv, dg, d_beta = (torch.empty(x.shape, dtype=x.dtype) for x in (q, k, v, g, beta))
+        d_state = torch.empty_like(d_last)
+        above = (d_out.contiguous(), d_last.contiguous())
+        call(
+            "kda_backward",
+            *(q, k, v, g, beta, first, states, v_new, *above, *ctx.sizes, dq, dk, dv, dg, d_beta, d_state),
+        )
+        return dq, dk, dv, dg, d_beta, None, d_state
+
+
+def _rows(x: Tensor) -> Tensor:
+    """Heads and channels of a token in a row; tokens, and then sequences, at an even distance. Copied if not."""
+    batch, length, heads, width = x.shape
+    inside = x.stride(-1) == 1 and (heads == 1 or x.stride(2) == width)
+    even = batch == 1 or x.stride(0) == length * x.stride(1)
+    return x if inside and even else x.contiguous()

@@ -13,7 +13,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from longstrand.ops.native import SUFFIX, call, has_kernel
 from longstrand.ops.precision import wide
+
+KERNEL_STREAMS = (1, 2, 3, 4)
 
 
 def mhc_gather(
@@ -30,7 +33,8 @@ def mhc_gather(
 
     Saved for backward: the streams and about (39 R + 3 M) x T values.
     """
-    return _Gather.apply(x, fn, base, scale, norm_eps, eps, iterations)
+    form = _NativeGather if x.shape[1] in KERNEL_STREAMS and has_kernel(x) else _Gather
+    return form.apply(x, fn, base, scale, norm_eps, eps, iterations)
 
 
 def mhc_update(
@@ -40,7 +44,8 @@ def mhc_update(
     comb: Float[Tensor, "T R R"],
 ) -> Float[Tensor, "T R D"]:
     """The streams after a sublayer; see `mhc_update_reference`."""
-    return _Update.apply(x, out, post, comb)
+    form = _NativeUpdate if x.shape[1] in KERNEL_STREAMS and has_kernel(x, out) else _Update
+    return form.apply(x, out, post, comb)
 
 
 class _Gather(torch.autograd.Function):
@@ -138,3 +143,70 @@ class _Update(torch.autograd.Function):
         d_post = (dy * out.unsqueeze(1)).sum(-1)
         d_comb = torch.bmm(x, dy.mT)
         return torch.bmm(comb, dy), d_out, wide(d_post), wide(d_comb)
+
+
+class _NativeGather(torch.autograd.Function):
+    """The same in one pass over the streams each way, sixteen tokens at a time; see kernel.cpp."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        fn: Tensor,
+        base: Tensor,
+        scale: Tensor,
+        norm_eps: float,
+        eps: float,
+        iterations: int,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        x, weights = x.contiguous(), [wide(part).contiguous() for part in (fn, base, scale)]
+        length, streams, width = x.shape
+        h, post = x.new_empty(length, width), x.new_empty(length, streams, dtype=torch.float32)
+        comb = x.new_empty(length, streams, streams, dtype=torch.float32)
+        saved = comb.new_empty(-(-length // 16), len(base) + 1, 16)
+        sizes = (streams, length, width, float(eps))
+        call(
+            f"mhc_gather_forward_{SUFFIX[x.dtype]}",
+            *(x, *weights, *sizes, float(norm_eps), 2 * iterations - 1, h, post, comb, saved),
+        )
+        ctx.save_for_backward(x, *weights, saved)
+        ctx.settings, ctx.dtypes = (*sizes, 2 * iterations - 1), (fn.dtype, base.dtype, scale.dtype)
+        return h, post, comb
+
+    @staticmethod
+    def backward(ctx: Any, dh: Tensor, d_post: Tensor, d_comb: Tensor) -> tuple[Tensor | None, ...]:
+        x, fn, base, scale, saved = ctx.saved_tensors
+        dx, d_base, d_scale = torch.empty_like(x), torch.zeros_like(base), torch.zeros_like(scale)
+        d_fn = torch.zeros_like(fn) if ctx.needs_input_grad[1] else None
+        above = (dh.contiguous(), d_post.contiguous(), d_comb.contiguous())
+        call(
+            f"mhc_gather_backward_{SUFFIX[x.dtype]}",
+            *(x, fn, base, scale, saved, *above, *ctx.settings, dx, d_fn, d_base, d_scale),
+        )
+        grads = [
+            None if g is None else g.to(d) for g, d in zip((d_fn, d_base, d_scale), ctx.dtypes, strict=True)
+        ]
+        return dx, *grads, None, None, None
+
+
+class _NativeUpdate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, out: Tensor, post: Tensor, comb: Tensor) -> Tensor:
+        x, out = x.contiguous(), out.contiguous()
+        post, comb = wide(post).contiguous(), wide(comb).contiguous()
+        y = torch.empty_like(x)
+        length, streams, width = x.shape
+        call(f"mhc_update_forward_{SUFFIX[x.dtype]}", x, out, post, comb, streams, length, width, y)
+        ctx.save_for_backward(x, out, post, comb)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, ...]:
+        x, out, post, comb = ctx.saved_tensors
+        length, streams, width = x.shape
+        grads = tuple(torch.empty_like(part) for part in (x, out, post, comb))
+        call(
+            f"mhc_update_backward_{SUFFIX[x.dtype]}",
+            *(x, out, post, comb, dy.contiguous(), streams, length, width, *grads),
+        )
+        return grads

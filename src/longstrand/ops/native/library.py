@@ -1,0 +1,74 @@
+"""Which form of the ops runs, decided once at start; and how a kernel is called."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from longstrand.errors import UserError
+from longstrand.ops.native.build import CannotBuild, built_library
+
+Choice = Literal["auto", "native", "portable"]
+SUFFIX = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+
+
+@dataclass(frozen=True)
+class NativeState:
+    """Whether the CPU kernels are in use, and if not, why."""
+
+    used: bool
+    reason: str
+
+
+_library: ctypes.CDLL | None = None
+
+
+def use_native(choice: Choice) -> NativeState:
+    """Decides for this process; called once at start, before the first pass.
+
+    Args:
+        choice: `native`: the kernels, or an error; `portable`: plain torch; `auto`: the kernels where a compiler is.
+
+    Raises:
+        UserError: `native` was asked and cannot be had.
+    """
+    global _library
+    _library = None
+    if choice == "portable":
+        return NativeState(False, "asked for")
+    try:
+        _library = ctypes.CDLL(str(built_library()))
+    except CannotBuild as error:
+        if choice == "native":
+            raise UserError(
+                f'kernels.cpu = "native": {error}; install a C++ compiler, or set kernels.cpu = "portable"'
+            ) from None
+        return NativeState(False, str(error))
+    return NativeState(True, "compiled for this processor")
+
+
+def has_kernel(*tensors: Tensor) -> bool:
+    """Whether these run in a CPU kernel: kernels in use, all on the CPU, in float32 or bfloat16."""
+    return _library is not None and all(t.device.type == "cpu" and t.dtype in SUFFIX for t in tensors)
+
+
+def call(name: str, *arguments: Tensor | float | int | None) -> None:
+    """Runs a kernel on the intra-op threads of torch (they share one OpenMP runtime).
+
+    Args:
+        name: the function; whole numbers go in as int64, other numbers as float32, None as a null pointer.
+    """
+    assert _library is not None, "use_native comes first"
+    getattr(_library, name)(*map(_argument, arguments))
+
+
+def _argument(value: Tensor | float | int | None) -> object:
+    if isinstance(value, Tensor):
+        return ctypes.c_void_p(value.data_ptr())
+    if value is None:
+        return None
+    return ctypes.c_int64(value) if isinstance(value, int) else ctypes.c_float(value)
