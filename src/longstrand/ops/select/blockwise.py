@@ -6,6 +6,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from longstrand.ops.native import call, has_kernel
 from longstrand.ops.select.reference import UNUSED
 
 ROW_BLOCK = 256
@@ -50,12 +51,33 @@ def select_pools(
     Transients: ROW_BLOCK x POOL_BLOCK x 3 values.
     """
     chosen = torch.empty(len(q), num_selected, dtype=torch.int32, device=q.device)
+    if has_kernel(q, weights, keys):
+        _select_in_kernel(q, weights, keys, first_pool, num_visible, chosen)
+        return chosen
     for start in range(0, len(q), ROW_BLOCK):
         rows = slice(start, start + ROW_BLOCK)
         chosen[rows] = _select_rows(
             q[rows], weights[rows], keys, first_pool[rows], num_visible[rows], num_selected
         )
     return chosen
+
+
+def _select_in_kernel(
+    q: Tensor, weights: Tensor, keys: Tensor, first_pool: Tensor, num_visible: Tensor, chosen: Tensor
+) -> None:
+    """Scores never leave the registers; see kernel.cpp. Transients: a float32 copy of the visible keys."""
+    begin, end = int(first_pool.min()), int((first_pool + num_visible).max())
+    seen = keys[begin:end].float().contiguous()
+    packed = torch.empty(-(-len(seen) // 32) * 32, keys.shape[1])  # the inner loop takes 32 pools
+    call("select_pack_keys", seen, len(seen), keys.shape[1], packed)
+    packed[-(-len(seen) // 16) * 16 :] = 0
+    scaled = (q.float() * q.shape[-1] ** -0.5).contiguous()
+    first_pool, num_visible = first_pool.contiguous(), num_visible.contiguous()
+    call(
+        "select_pools",
+        *(scaled, weights.float().contiguous(), packed, first_pool, num_visible),
+        *(*q.shape, chosen.shape[1], begin, end, chosen),
+    )
 
 
 def _select_rows(

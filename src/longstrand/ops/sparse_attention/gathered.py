@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from longstrand.ops.native import SUFFIX, call, has_kernel
 from longstrand.ops.precision import wide, wide_dtype
 
 GATHER_BYTES = 4 << 20
@@ -38,7 +39,8 @@ def sparse_attention(
     Returns: outputs, and the probability mass of each selected pool summed over heads (no gradient).
     Transients: 2 x GATHER_BYTES and a few blocks of scores.
     """
-    return _SparseAttention.apply(q, latents, d_latents, pools, slots, kpool, scale)
+    form = _NativeSparseAttention if has_kernel(q, latents) else _SparseAttention
+    return form.apply(q, latents, d_latents, pools, slots, kpool, scale)
 
 
 class _SparseAttention(torch.autograd.Function):
@@ -108,3 +110,38 @@ def _blocks(
 def _probabilities(q: Tensor, gathered: Tensor, hidden: Tensor, scale: float) -> Tensor:
     scores = wide(torch.bmm(q, gathered.mT).mul_(scale))
     return scores.masked_fill_(hidden, -torch.inf).softmax(dim=-1)
+
+
+class _NativeSparseAttention(torch.autograd.Function):
+    """The same without gathering: scores, probabilities and sums of a token stay in cache; see kernel.cpp."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        latents: Tensor,
+        d_latents: Tensor | None,
+        pools: Tensor,
+        slots: Tensor,
+        kpool: int,
+        scale: float,
+    ) -> tuple[Tensor, Tensor]:
+        q, pools, slots = q.contiguous(), pools.int().contiguous(), slots.contiguous()
+        out, mass = torch.empty_like(q), q.new_empty(pools.shape, dtype=torch.float32)
+        ctx.sizes = (*q.shape, pools.shape[1], kpool, float(scale))
+        call(
+            f"sparse_attention_forward_{SUFFIX[q.dtype]}", q, latents, pools, slots, *ctx.sizes, out, mass
+        )
+        ctx.save_for_backward(q, latents, d_latents, pools, slots)
+        ctx.mark_non_differentiable(mass)
+        return out, mass
+
+    @staticmethod
+    def backward(ctx: Any, d_out: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        q, latents, d_latents, pools, slots = ctx.saved_tensors
+        dq = torch.empty_like(q)
+        call(
+            f"sparse_attention_backward_{SUFFIX[q.dtype]}",
+            *(q, latents, pools, slots, d_out.contiguous(), *ctx.sizes, dq, d_latents),
+        )
+        return dq, None, None, None, None, None, None
