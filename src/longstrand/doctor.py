@@ -120,8 +120,18 @@ def _torch(environment: Mapping[str, str]) -> list[Finding]:
             "threads",
             f"{threads}; set run.threads: results are bit-identical only at one number",
         ),
+        _kernels(),
         _accelerator(),
     ]
+
+
+def _kernels() -> Finding:
+    from longstrand.ops.native import use_native
+
+    state = use_native("auto")
+    if state.used:
+        return Finding("cpu kernels", f"native: {state.reason}", "ok")
+    return Finding("cpu kernels", f"portable (about half as fast): {state.reason}", "note")
 
 
 def _accelerator() -> Finding:

@@ -21,6 +21,7 @@ from longstrand.config import Source
 from longstrand.data import Data, Pack, open_evaluation
 from longstrand.data.pack import NO_TARGET
 from longstrand.errors import CheckFailed, UserError
+from longstrand.ops.native import use_native
 from longstrand.series import Series, append_series, series_from
 from longstrand.trained import Trained, load_trained
 from longstrand.wording import Unit, count, tokens_range, unit_for
@@ -102,6 +103,7 @@ def run_evaluation(
     trained = load_trained(target)
     if trained.recipe is not None and trained.recipe.run.threads is not None:
         torch.set_num_threads(trained.recipe.run.threads)
+    use_native(trained.recipe.kernels.cpu if trained.recipe is not None else "auto")
     held_out = _open_files(trained, data, length)
     documents = held_out.documents("held_out", length=length)
     progress = track(documents, "scoring", console=Console(stderr=True), transient=True, disable=as_json)

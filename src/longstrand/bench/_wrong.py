@@ -59,7 +59,8 @@ def gate(wrong: bool) -> Context:
 
 
 def clamp_after_silu(wrong: bool) -> Context:
-    def swiglu(gate: Tensor, up: Tensor, limit: float) -> Tensor:
+    def swiglu(both: Tensor, limit: float) -> Tensor:
+        gate, up = both.chunk(2, dim=-1)
         active = F.silu(gate).clamp(max=limit) if wrong else F.silu(gate.clamp(max=limit))
         return active * up.clamp(-limit, limit)
 
@@ -67,7 +68,8 @@ def clamp_after_silu(wrong: bool) -> Context:
 
 
 def gate_minimum(wrong: bool) -> Context:
-    def swiglu(gate: Tensor, up: Tensor, limit: float) -> Tensor:
+    def swiglu(both: Tensor, limit: float) -> Tensor:
+        gate, up = both.chunk(2, dim=-1)
         return F.silu(gate.clamp(-limit if wrong else None, limit)) * up.clamp(-limit, limit)
 
     return _swiglu(swiglu)
@@ -290,7 +292,7 @@ def _read_config(change: Callable[[dict[str, Any]], dict[str, Any]]) -> Context:
     return patch.object(Architecture, "from_hf", from_hf)
 
 
-def _swiglu(swiglu: Callable[[Tensor, Tensor, float], Tensor]) -> Context:
+def _swiglu(swiglu: Callable[[Tensor, float], Tensor]) -> Context:
     context = ExitStack()
     for module in (longstrand.model.ffn, longstrand.ops.experts.grouped):
         context.enter_context(patch.object(module, "swiglu", swiglu))

@@ -6,6 +6,7 @@ from longstrand.config.reading import load_recipe, read_recipe_text, shipped_rec
 from longstrand.config.records import (
     GROUPS,
     EvaluateSection,
+    KernelsSection,
     MemorySection,
     ModelSection,
     Recipe,
@@ -20,6 +21,7 @@ __all__ = [
     "DataSection",
     "EvaluateSection",
     "Families",
+    "KernelsSection",
     "MemorySection",
     "ModelSection",
     "Recipe",

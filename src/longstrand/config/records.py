@@ -164,6 +164,16 @@ class MemorySection(Record):
     )
 
 
+class KernelsSection(Record):
+    """Which form of the ops runs; what ran stands in kernels.json."""
+
+    cpu: Literal["auto", "native", "portable"] = Field(
+        "auto",
+        description="ops on a CPU in float32 or bfloat16: compiled C++ kernels (native) or plain torch (portable); "
+        "auto: native where g++ is, and said",
+    )
+
+
 class EvaluateSection(Record):
     """Held-out loss by position, before and after training."""
 
@@ -202,6 +212,7 @@ class Recipe(Record):
     data: DataSection
     train: TrainSection
     memory: MemorySection = MemorySection()
+    kernels: KernelsSection = KernelsSection()
     evaluate: EvaluateSection = EvaluateSection()
     report: ReportSection = ReportSection()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
@@ -24,7 +25,8 @@ class Dense(nn.Module):
         self.limit = limit
 
     def forward(self, x: Float[Tensor, "T D"]) -> Float[Tensor, "T D"]:
-        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x), self.limit))
+        both = F.linear(x, torch.cat([self.gate_proj.weight, self.up_proj.weight]))
+        return self.down_proj(swiglu(both, self.limit))
 
 
 class Router(nn.Module):

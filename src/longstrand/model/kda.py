@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from longstrand.architecture import Architecture
 from longstrand.memory.tiles import Tile
 from longstrand.model.linear import Conv, Linear, Norm
-from longstrand.ops.kda import kda
+from longstrand.ops.kda import kda, log_decay
 from longstrand.ops.norm import gated_rms_norm
 from longstrand.ops.precision import wide, wide_dtype
 from longstrand.ops.short_conv import short_conv
@@ -67,7 +67,5 @@ class Kda(nn.Module):
         return self.o_proj(out), KdaCarry(tail, state)
 
     def log_decay(self, h: Float[Tensor, "T D"]) -> Float[Tensor, "T H K"]:
-        """g = lower_bound x sigmoid(exp(A_log) x (f(x) + dt_bias)): a scaled sigmoid, not a clamp."""
-        raw = wide(self.f_b_proj(self.f_a_proj(h))) + wide(self.dt_bias)
-        raw = raw.unflatten(-1, (self.heads, self.head_dim))
-        return self.lower_bound * torch.sigmoid(wide(self.A_log).exp()[:, None] * raw)
+        raw = self.f_b_proj(self.f_a_proj(h)).unflatten(-1, (self.heads, self.head_dim))
+        return log_decay(raw, self.A_log, self.dt_bias, self.lower_bound)

@@ -14,6 +14,8 @@ from longstrand.model.block import DsaLayer, KdaLayer
 from longstrand.model.hf import SourceInfo, keeps_float32
 from longstrand.model.linear import Linear, Norm
 from longstrand.ops.logprob import token_logprobs
+from longstrand.ops.mhc import KERNEL_STREAMS
+from longstrand.ops.native import has_kernel
 from longstrand.ops.norm import rms_norm
 
 GROUPS = (  # first match wins
@@ -112,9 +114,28 @@ def _warms_up(side: SideLosses | None) -> bool:
     return side is not None and side.indexer == "warmup"
 
 
+PORTABLE_FORMS = {
+    "kda": "chunked",
+    "short_conv": "taps",
+    "mhc": "fused",
+    "select": "blockwise",
+    "sparse_attention": "gathered",
+    "experts": "grouped",
+    "norms and gates": "eager",
+}
+
+
 def kernels(model: Model) -> dict[str, str]:
-    """Which implementation runs each op; there is one portable set, and nothing falls back."""
-    names = ["kda", "short_conv", "mhc", "select", "sparse_attention", "experts", "token_logprobs"]
-    forms = ["chunked", "taps", "fused", "blockwise", "gathered", "grouped", "chunked"]
-    device = model.norm.weight.device.type
-    return {name: f"torch {form} ({device})" for name, form in zip(names, forms, strict=True)}
+    """Which implementation runs each op; decided once at start, and nothing falls back."""
+    weight = model.norm.weight
+    native, device = has_kernel(weight), weight.device.type
+    forms = {
+        op: "native C++ (cpu)" if native else f"torch {form} ({device})"
+        for op, form in PORTABLE_FORMS.items()
+    }
+    if model.architecture.hc_mult not in KERNEL_STREAMS:
+        forms["mhc"] = f"torch fused ({device})"
+    return forms | {
+        "token_logprobs": f"torch chunked ({device})",
+        "dense_attention": f"torch blockwise ({device})",
+    }

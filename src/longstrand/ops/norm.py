@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from longstrand.ops.native import SUFFIX, call, has_kernel, require
 from longstrand.ops.precision import wide
 
 
@@ -16,13 +17,15 @@ def rms_norm(x: Float[Tensor, "*N D"], weight: Float[Tensor, "D"], eps: float) -
 
     Source: Zhang and Sennrich 2019, eq. 4; eps inside the root.
     """
-    return _RmsNorm.apply(x, weight, eps)
+    return (_NativeRmsNorm if has_kernel(x) else _RmsNorm).apply(x, weight, eps)
 
 
 def gated_rms_norm(
     x: Float[Tensor, "*N D"], gate: Float[Tensor, "*N D"], weight: Float[Tensor, "D"], eps: float
 ) -> Float[Tensor, "*N D"]:
     """RMSNorm(x) * sigmoid(gate), all in float32 or wider; returned in the gate's dtype."""
+    if has_kernel(x, gate) and x.dtype == torch.float32:
+        return _NativeGatedNorm.apply(x, gate, weight, eps)
     return (rms_norm(wide(x), wide(weight), eps) * wide(gate).sigmoid()).to(gate.dtype)
 
 
@@ -48,3 +51,46 @@ class _RmsNorm(torch.autograd.Function):
         mean = (dnormed * normed).mean(-1, keepdim=True)
         dx = dnormed.addcmul_(normed, mean, value=-1).mul_(rstd)
         return dx.to(x.dtype), dweight, None
+
+
+class _NativeRmsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        require(tuple(x.shape[-1:]), weight=weight)
+        x, scale = x.contiguous(), wide(weight).contiguous()
+        y = torch.empty_like(x)
+        ctx.sizes, ctx.dtype = (x.numel() // x.shape[-1], x.shape[-1], float(eps)), weight.dtype
+        call(f"rms_norm_forward_{SUFFIX[x.dtype]}", x, scale, *ctx.sizes, y)
+        ctx.save_for_backward(x, scale)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        x, scale = ctx.saved_tensors
+        dx, d_scale = torch.empty_like(x), torch.zeros_like(scale) if ctx.needs_input_grad[1] else None
+        call(f"rms_norm_backward_{SUFFIX[x.dtype]}", x, scale, dy.contiguous(), *ctx.sizes, dx, d_scale)
+        return dx, None if d_scale is None else d_scale.to(ctx.dtype), None
+
+
+class _NativeGatedNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+        require(tuple(x.shape), gate=gate)
+        require(tuple(x.shape[-1:]), weight=weight)
+        x, gate, scale = x.contiguous(), gate.contiguous(), wide(weight).contiguous()
+        y = torch.empty_like(gate)
+        ctx.sizes, ctx.dtype = (x.numel() // x.shape[-1], x.shape[-1], float(eps)), weight.dtype
+        call(f"gated_norm_forward_{SUFFIX[gate.dtype]}", x, gate, scale, *ctx.sizes, y)
+        ctx.save_for_backward(x, gate, scale)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None]:
+        x, gate, scale = ctx.saved_tensors
+        dx, d_gate = torch.empty_like(x), torch.empty_like(gate)
+        d_scale = torch.zeros_like(scale) if ctx.needs_input_grad[2] else None
+        call(
+            f"gated_norm_backward_{SUFFIX[gate.dtype]}",
+            *(x, gate, scale, dy.contiguous(), *ctx.sizes, dx, d_gate, d_scale),
+        )
+        return dx, d_gate, None if d_scale is None else d_scale.to(ctx.dtype), None

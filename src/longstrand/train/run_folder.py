@@ -12,8 +12,9 @@ from typing import Any
 import torch
 
 from longstrand.atomic import write_atomic
-from longstrand.config import Recipe, Source, dump_toml, load_recipe
+from longstrand.config import KernelsSection, Recipe, Source, dump_toml, load_recipe
 from longstrand.errors import UserError
+from longstrand.ops.native import use_native
 
 MAY_CHANGE = {"run.out", "train.steps"}
 """Settings that a resumed run may have otherwise than the run it goes on with."""
@@ -79,7 +80,10 @@ def resume_command(run: Path) -> str:
 
 
 def resolve_recipe(recipe: Recipe) -> Recipe:
-    """The same recipe, independent of the working directory and of torch's settings."""
+    """The same recipe, independent of the working directory, of torch's settings and of a compiler's absence.
+
+    From here on this process runs the kernels that the recipe names.
+    """
     data, evaluate, model = recipe.data, recipe.evaluate, recipe.model
     return recipe.model_copy(
         update={
@@ -89,6 +93,7 @@ def resolve_recipe(recipe: Recipe) -> Recipe:
                     "threads": recipe.run.threads or torch.get_num_threads(),
                 }
             ),
+            "kernels": KernelsSection(cpu="native" if use_native(recipe.kernels.cpu).used else "portable"),
             "model": model.model_copy(
                 update={"path": _absolute(model.path), "config": _if_there(model.config)}
             ),
@@ -153,6 +158,9 @@ def _same_recipe(run: Path, given: Recipe, resolved: Recipe) -> Recipe:
         resolved = resolved.model_copy(
             update={"run": resolved.run.model_copy(update={"threads": began.run.threads})}
         )
+    if given.kernels.cpu == "auto" and began.kernels.cpu != resolved.kernels.cpu:
+        use_native(began.kernels.cpu)
+        resolved = resolved.model_copy(update={"kernels": began.kernels})
     old, new = _flat(began.model_dump()), _flat(resolved.model_dump())
     for name in sorted(old.keys() | new.keys()):
         if old.get(name) != new.get(name) and name not in MAY_CHANGE:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from longstrand.ops.swiglu import swiglu
+from longstrand.ops.native import SUFFIX, call, has_kernel, require
+from longstrand.ops.precision import wide
+from longstrand.ops.swiglu import swiglu, swiglu_backward, swiglu_forward
 
 
 def experts(
@@ -21,15 +25,81 @@ def experts(
 
     An expert without tokens is skipped and its gradient is exactly zero. Transients: A x T x (2 D + 3 F) values.
     """
+    if has_kernel(x, gate_up, down):
+        return _NativeExperts.apply(x, ids, weights, gate_up, down, limit)
     order = ids.flatten().argsort(stable=True)
     counts = torch.bincount(ids.flatten().long(), minlength=len(gate_up)).tolist()
     grouped = x.index_select(0, order // ids.shape[1]).split(counts)
     outputs = []
     for expert, rows in enumerate(grouped):
         if len(rows):
-            gate, up = (rows @ gate_up[expert].T).chunk(2, dim=-1)
-            outputs.append(swiglu(gate, up, limit) @ down[expert].T)
+            outputs.append(swiglu(rows @ gate_up[expert].T, limit) @ down[expert].T)
     back = torch.empty_like(order)
     back[order] = torch.arange(len(order), device=order.device)
     per_choice = torch.cat(outputs).index_select(0, back).view(*ids.shape, -1)  # T A D
     return torch.bmm(weights.to(x.dtype).unsqueeze(1), per_choice).squeeze(1)
+
+
+class _NativeExperts(torch.autograd.Function):
+    """The same with kernels for the grouping; keeps each choice's input, hidden row and output, with the tile."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, limit: float
+    ) -> Tensor:
+        x, ids, weights = x.contiguous(), ids.long().contiguous(), wide(weights).contiguous()
+        require(tuple(ids.shape), weights=weights)
+        require((len(gate_up), x.shape[1], gate_up.shape[1] // 2), down=down)
+        require((len(gate_up), 2 * down.shape[2], x.shape[1]), gate_up=gate_up)
+        require((len(x),), ids=ids[:, 0])
+        sizes, suffix = (*ids.shape, x.shape[1]), SUFFIX[x.dtype]
+        counts, place = ids.new_empty(len(gate_up)), torch.empty_like(ids)
+        call("experts_group", ids, ids.numel(), len(gate_up), counts, place)
+        grouped = x.new_empty(ids.numel(), x.shape[1])
+        call(f"experts_gather_{suffix}", x, place, *sizes, grouped)
+        both, rows = x.new_empty(len(grouped), gate_up.shape[1]), torch.empty_like(grouped)
+        groups = _groups(counts)
+        for expert, group in groups:
+            torch.mm(grouped[group], gate_up[expert].T, out=both[group])
+        hidden = swiglu_forward(both, limit)
+        for expert, group in groups:
+            torch.mm(hidden[group], down[expert].T, out=rows[group])
+        out = torch.empty_like(x)
+        call(f"experts_combine_{suffix}", rows, place, weights, *sizes, out)
+        ctx.save_for_backward(grouped, both, hidden, rows, place, weights, gate_up, down)
+        ctx.groups, ctx.sizes, ctx.limit = groups, sizes, limit
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+        grouped, both, hidden, rows, place, weights, gate_up, down = ctx.saved_tensors
+        trains = ctx.needs_input_grad
+        d_rows, d_weights, suffix = torch.empty_like(rows), torch.empty_like(weights), SUFFIX[rows.dtype]
+        d_out = d_out.contiguous()
+        call(
+            f"experts_combine_backward_{suffix}",
+            *(rows, place, weights, d_out, *ctx.sizes, d_rows, d_weights),
+        )
+        d_gate_up = torch.zeros_like(gate_up) if trains[3] else None
+        d_down = torch.zeros_like(down) if trains[4] else None
+        d_hidden = torch.empty_like(hidden)
+        for expert, group in ctx.groups:
+            torch.mm(d_rows[group], down[expert], out=d_hidden[group])
+            if d_down is not None:
+                torch.mm(d_rows[group].T, hidden[group], out=d_down[expert])
+        d_both = swiglu_backward(both, d_hidden, ctx.limit)
+        d_grouped = rows  # no longer needed: overwritten
+        for expert, group in ctx.groups:
+            torch.mm(d_both[group], gate_up[expert], out=d_grouped[group])
+            if d_gate_up is not None:
+                torch.mm(d_both[group].T, grouped[group], out=d_gate_up[expert])
+        dx = torch.empty_like(d_out)
+        call(f"experts_combine_{suffix}", d_grouped, place, None, *ctx.sizes, dx)
+        return dx, None, d_weights, d_gate_up, d_down, None
+
+
+def _groups(counts: Tensor) -> list[tuple[int, slice]]:
+    """Each expert that has tokens, and its rows."""
+    ends = counts.cumsum(0).tolist()
+    starts = [0, *ends[:-1]]
+    return [(e, slice(a, b)) for e, (a, b) in enumerate(zip(starts, ends, strict=True)) if b > a]

@@ -1,6 +1,7 @@
 """Kimi delta attention: a gated delta rule with per-channel decay."""
 
 from longstrand.ops.kda.chunked import kda
+from longstrand.ops.kda.gate import log_decay
 from longstrand.ops.kda.reference import kda_reference, l2_normalise
 
-__all__ = ["kda", "kda_reference", "l2_normalise"]
+__all__ = ["kda", "kda_reference", "l2_normalise", "log_decay"]

@@ -16,7 +16,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from longstrand.ops.kda.reference import l2_normalise
-from longstrand.ops.native import call, has_kernel
+from longstrand.ops.native import call, has_kernel, require
 from longstrand.ops.precision import wide
 
 BLOCK = 8
@@ -214,13 +214,24 @@ class _NativeKda(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, first: Tensor | None, state: Tensor
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        first: Tensor | None,
+        state: Tensor,
     ) -> tuple[Tensor, Tensor]:
         q, k, v, g = (_rows(x) for x in (q, k, v, g))
         beta, state = beta.contiguous(), state.contiguous()
         first = None if first is None else first.contiguous()
         batch, length, heads, key = q.shape
         value = v.shape[-1]
+        require((batch, length, heads, key), k=k, g=g)
+        require((batch, length, heads), v=v[..., 0], beta=beta)
+        require((batch, heads, key, value), state=state)
+        require((batch, length), first=first)
         out, last = v.new_empty(batch, length, heads, value), torch.empty_like(state)
         states = v_new = None
         if any(ctx.needs_input_grad):

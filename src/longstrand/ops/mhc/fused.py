@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from longstrand.ops.native import SUFFIX, call, has_kernel
+from longstrand.ops.native import SUFFIX, call, has_kernel, require
 from longstrand.ops.precision import wide
 
 KERNEL_STREAMS = (1, 2, 3, 4)
@@ -161,16 +161,19 @@ class _NativeGather(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         x, weights = x.contiguous(), [wide(part).contiguous() for part in (fn, base, scale)]
         length, streams, width = x.shape
+        outputs = streams * (2 + streams)
+        require((outputs, streams * width), fn=fn)
+        require((outputs,), base=base)
+        require((3,), scale=scale)
         h, post = x.new_empty(length, width), x.new_empty(length, streams, dtype=torch.float32)
         comb = x.new_empty(length, streams, streams, dtype=torch.float32)
         saved = comb.new_empty(-(-length // 16), len(base) + 1, 16)
-        sizes = (streams, length, width, float(eps))
-        call(
-            f"mhc_gather_forward_{SUFFIX[x.dtype]}",
-            *(x, *weights, *sizes, float(norm_eps), 2 * iterations - 1, h, post, comb, saved),
-        )
+        sizes, passes = (streams, length, width), 2 * iterations - 1
+        inputs = (x, *weights, *sizes, float(eps), float(norm_eps), passes)
+        call(f"mhc_gather_forward_{SUFFIX[x.dtype]}", *inputs, h, post, comb, saved)  # type: ignore[arg-type]
         ctx.save_for_backward(x, *weights, saved)
-        ctx.settings, ctx.dtypes = (*sizes, 2 * iterations - 1), (fn.dtype, base.dtype, scale.dtype)
+        ctx.settings = (*sizes, float(eps), passes)
+        ctx.dtypes = (fn.dtype, base.dtype, scale.dtype)
         return h, post, comb
 
     @staticmethod
@@ -196,6 +199,9 @@ class _NativeUpdate(torch.autograd.Function):
         post, comb = wide(post).contiguous(), wide(comb).contiguous()
         y = torch.empty_like(x)
         length, streams, width = x.shape
+        require((length, width), out=out)
+        require((length, streams), post=post)
+        require((length, streams, streams), comb=comb)
         call(f"mhc_update_forward_{SUFFIX[x.dtype]}", x, out, post, comb, streams, length, width, y)
         ctx.save_for_backward(x, out, post, comb)
         return y

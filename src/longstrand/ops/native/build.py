@@ -30,7 +30,7 @@ def built_library(cache: Path = CACHE) -> Path:
     compiler = shutil.which(COMPILER)
     if compiler is None:
         raise CannotBuild(f"no C++ compiler: {COMPILER} is not on the PATH")
-    sources = sorted(OPS.glob("*/kernel.cpp"))
+    sources = sorted(OPS.glob("*/*.cpp"))
     library = cache / f"{_fingerprint(compiler, sources)}.so"
     if library.exists():
         return library

@@ -56,6 +56,13 @@ def has_kernel(*tensors: Tensor) -> bool:
     return _library is not None and all(t.device.type == "cpu" and t.dtype in SUFFIX for t in tensors)
 
 
+def require(shape: tuple[int, ...], **tensors: Tensor | None) -> None:
+    """A kernel reads what it is told to: raises ValueError where a tensor has another shape."""
+    for name, tensor in tensors.items():
+        if tensor is not None and tuple(tensor.shape) != shape:
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}, must be {shape}")
+
+
 def call(name: str, *arguments: Tensor | float | int | None) -> None:
     """Runs a kernel on the intra-op threads of torch (they share one OpenMP runtime).
 

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from longstrand.ops.native import call, has_kernel
+from longstrand.ops.native import call, has_kernel, require
 from longstrand.ops.select.reference import UNUSED
 
 ROW_BLOCK = 256
@@ -66,6 +66,9 @@ def _select_in_kernel(
     q: Tensor, weights: Tensor, keys: Tensor, first_pool: Tensor, num_visible: Tensor, chosen: Tensor
 ) -> None:
     """Scores never leave the registers; see kernel.cpp. Transients: a float32 copy of the visible keys."""
+    require(tuple(q.shape[:2]), weights=weights)
+    require(tuple(q.shape[:1]), first_pool=first_pool, num_visible=num_visible)
+    require((len(keys), q.shape[2]), keys=keys)
     begin, end = int(first_pool.min()), int((first_pool + num_visible).max())
     seen = keys[begin:end].float().contiguous()
     packed = torch.empty(-(-len(seen) // 32) * 32, keys.shape[1])  # the inner loop takes 32 pools

@@ -9,6 +9,9 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from longstrand.ops.native import SUFFIX, call, has_kernel, require
+from longstrand.ops.precision import wide
+
 
 def short_conv(
     x: Float[Tensor, "B T C"],
@@ -21,6 +24,8 @@ def short_conv(
     Computed in the weight's dtype (float32 or wider) and returned in that of x; a piece may be shorter than the
     window. Transients: 3 x B x T x C values.
     """
+    if has_kernel(x, tail):
+        return _NativeConv.apply(x, weight, tail, offsets)
     taps = weight.shape[1]
     joined = torch.cat([tail, x], dim=1)
     near = bool((offsets < taps - 1).any())
@@ -64,3 +69,44 @@ class _Taps(torch.autograd.Function):
             if d_weight is not None:
                 d_weight[:, begin] = (masked * joined[:, begin : begin + length]).sum((0, 1))
         return d_joined, d_weight, None
+
+
+class _NativeConv(torch.autograd.Function):
+    """Convolution, silu and their backward, row by row; the new tail passes its gradient on to its own rows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, tail: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
+        even = x.stride(2) == 1 and (len(x) == 1 or x.stride(0) == x.shape[1] * x.stride(1))
+        x, tail = x if even else x.contiguous(), tail.contiguous()
+        batch, length, channels = x.shape
+        require((batch, weight.shape[1] - 1, channels), tail=tail)
+        require((channels,), weight=weight[:, 0])
+        require((length,), offsets=offsets)
+        taps, offsets = wide(weight).contiguous(), offsets.contiguous()
+        out = torch.empty(x.shape, dtype=x.dtype)
+        ctx.sizes, ctx.dtype = (*x.shape, taps.shape[1], x.stride(1)), weight.dtype
+        call(f"short_conv_forward_{SUFFIX[x.dtype]}", x, tail, taps, offsets, *ctx.sizes, out)
+        ctx.save_for_backward(x, tail, taps, offsets)
+        return out, _last_rows(tail, x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor, d_after: Tensor) -> tuple[Tensor | None, ...]:
+        x, tail, taps, offsets = ctx.saved_tensors
+        dx, d_tail = torch.empty(x.shape, dtype=x.dtype), torch.empty_like(tail)
+        d_taps = torch.zeros_like(taps) if ctx.needs_input_grad[1] else None
+        call(
+            f"short_conv_backward_{SUFFIX[x.dtype]}",
+            *(x, tail, taps, offsets, dy.contiguous(), *ctx.sizes, dx, d_tail, d_taps),
+        )
+        kept, length = tail.shape[1], x.shape[1]
+        new = min(kept, length)
+        dx[:, length - new :] += d_after[:, kept - new :]
+        d_tail[:, length:] += d_after[:, : kept - new]
+        return dx, None if d_taps is None else d_taps.to(ctx.dtype), d_tail, None
+
+
+def _last_rows(tail: Tensor, x: Tensor) -> Tensor:
+    kept, length = tail.shape[1], x.shape[1]
+    if length >= kept:
+        return x[:, length - kept :].clone()
+    return torch.cat([tail[:, length:], x], dim=1)

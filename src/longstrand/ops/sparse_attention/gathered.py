@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from longstrand.ops.native import SUFFIX, call, has_kernel
+from longstrand.ops.native import SUFFIX, call, has_kernel, require
 from longstrand.ops.precision import wide, wide_dtype
 
 GATHER_BYTES = 4 << 20
@@ -127,11 +127,11 @@ class _NativeSparseAttention(torch.autograd.Function):
         scale: float,
     ) -> tuple[Tensor, Tensor]:
         q, pools, slots = q.contiguous(), pools.int().contiguous(), slots.contiguous()
+        require(tuple(q.shape[:1]), slots=slots, pools=pools[:, 0])
+        require((latents.shape[0] // kpool * kpool, q.shape[2]), latents=latents, d_latents=d_latents)
         out, mass = torch.empty_like(q), q.new_empty(pools.shape, dtype=torch.float32)
         ctx.sizes = (*q.shape, pools.shape[1], kpool, float(scale))
-        call(
-            f"sparse_attention_forward_{SUFFIX[q.dtype]}", q, latents, pools, slots, *ctx.sizes, out, mass
-        )
+        call(f"sparse_attention_forward_{SUFFIX[q.dtype]}", q, latents, pools, slots, *ctx.sizes, out, mass)
         ctx.save_for_backward(q, latents, d_latents, pools, slots)
         ctx.mark_non_differentiable(mass)
         return out, mass

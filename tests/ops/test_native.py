@@ -1,0 +1,247 @@
+"""The CPU kernels: as exact as plain torch in float32 and bfloat16, whatever the sizes and threads."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from agreement import difference, is_as_exact_as_plain_torch, run
+from test_sparse_attention import both
+
+from longstrand.errors import UserError
+from longstrand.ops import experts, kda, mhc, native, select, short_conv
+from longstrand.ops.experts import cases as experts_cases
+from longstrand.ops.kda import cases as kda_cases
+from longstrand.ops.mhc import cases as mhc_cases
+from longstrand.ops.native import build
+from longstrand.ops.norm import gated_rms_norm, rms_norm
+from longstrand.ops.select import cases as select_cases
+from longstrand.ops.short_conv import cases as conv_cases
+from longstrand.ops.sparse_attention import cases as sparse_cases
+from longstrand.ops.swiglu import swiglu
+
+BOTH = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+
+
+@pytest.fixture(autouse=True)
+def kernels_in_use():
+    state = native.use_native("auto")
+    if not state.used:
+        pytest.skip(f"the CPU kernels cannot be built: {state.reason}")
+    yield
+    native.use_native("portable")
+
+
+def named(cases):
+    return pytest.mark.parametrize("case", cases, ids=lambda case: case.name)
+
+
+@BOTH
+@named([*mhc_cases.CASES, mhc_cases.MhcCase("whole vectors", length=50, width=48)])
+def test_hyper_connections(case, dtype):
+    inputs, settings = mhc_cases.draw(case), mhc_cases.settings(case)
+    is_as_exact_as_plain_torch(
+        lambda **given: mhc.mhc_gather(**given, **settings),
+        lambda **given: mhc.mhc_gather_reference(**given, **settings),
+        inputs,
+        dtype,
+        floor=16.0,
+    )
+
+
+@BOTH
+@named(mhc_cases.CASES)
+def test_hyper_connections_update(case, dtype):
+    generator = torch.Generator().manual_seed(5)
+    shapes = {"out": (case.length, case.width), "post": (case.length, case.streams)}
+    shapes["comb"] = (case.length, case.streams, case.streams)
+    more = {n: torch.randn(*s, generator=generator, dtype=torch.float64) for n, s in shapes.items()}
+    inputs = {"x": mhc_cases.draw(case)["x"], **more}
+    is_as_exact_as_plain_torch(mhc.mhc_update, mhc.mhc_update_reference, inputs, dtype, floor=16.0)
+
+
+@named([*kda_cases.CASES, kda_cases.KdaCase("whole vectors", 50, key=32, value=16)])
+def test_kda(case):
+    is_as_exact_as_plain_torch(
+        kda.kda, kda.kda_reference, kda_cases.draw(case), floor=16.0, without="gradient of g"
+    )
+
+
+def test_kda_has_the_decays_gradient_to_its_own_bound():
+    """Near -5 per token it is the difference of large terms."""
+    for case in kda_cases.CASES:
+        inputs = kda_cases.draw(case)
+        found, truth = run(kda.kda, inputs, torch.float32), run(kda.kda_reference, inputs)
+        assert difference(found["gradient of g"], truth["gradient of g"], 1e-6) <= 1e-4, case.name
+
+
+def test_a_wrong_shape_is_refused_before_a_kernel_reads_it():
+    native.require((3, 2), q=torch.ones(3, 2), k=None)
+    with pytest.raises(ValueError, match=r"k has shape \(3, 3\), must be \(3, 2\)"):
+        native.require((3, 2), q=torch.ones(3, 2), k=torch.ones(3, 3))
+
+
+def test_kda_reads_queries_that_lie_between_keys_and_values():
+    """Views of one projection, not copies; their gradients go back to where they were read."""
+    mixed = torch.randn(1, 37, 3, 2, 5, generator=torch.Generator().manual_seed(0))
+    inputs = kda_cases.draw(kda_cases.KdaCase("", 37, heads=2, key=5, value=5))
+
+    def views(mixed, g, beta, state):
+        return kda.kda(*mixed.unbind(2), g, beta, state)
+
+    def copies(mixed, g, beta, state):
+        return kda.kda(*(part.contiguous() for part in mixed.unbind(2)), g, beta, state)
+
+    given = {"mixed": mixed.double()} | {name: inputs[name] for name in ("g", "beta", "state")}
+    found, wanted = run(views, given, torch.float32), run(copies, given, torch.float32)
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+@BOTH
+@named(conv_cases.CASES)
+def test_short_convolution(case, dtype):
+    is_as_exact_as_plain_torch(
+        short_conv.short_conv, short_conv.short_conv_reference, conv_cases.draw(case), dtype, floor=8.0
+    )
+
+
+@BOTH
+@named(experts_cases.CASES)
+def test_experts(case, dtype):
+    is_as_exact_as_plain_torch(
+        lambda **given: experts.experts(**given, limit=case.limit),
+        lambda **given: experts.experts_reference(**given, limit=case.limit),
+        experts_cases.draw(case),
+        dtype,
+        floor=16.0,
+    )
+
+
+@BOTH
+@named(sparse_cases.CASES)
+def test_sparse_attention(case, dtype):
+    inputs = sparse_cases.draw(case)
+    inputs = {n: v.to(dtype).double() if v.is_floating_point() else v for n, v in inputs.items()}
+    ours, truth = both(inputs, case.kpool, dtype)
+    limit = 1e-5 if dtype == torch.float32 else 2e-2
+    found = {name: difference(ours[name], truth[name], 1.0) for name in truth}
+    assert max(found.values()) <= limit, found
+
+
+@named(select_cases.CASES)
+def test_selection_is_that_of_plain_sorting_ties_to_the_lowest_id(case):
+    inputs = select_cases.draw(case)
+    inputs = {n: v.float() if v.is_floating_point() else v for n, v in inputs.items()}
+    chosen = select.select_pools(**inputs, num_selected=case.num_selected)
+    wanted = select.select_pools_reference(**inputs, num_selected=case.num_selected)
+    assert torch.equal(chosen, wanted)
+
+
+@pytest.mark.parametrize("score", ["equal", "rising", "falling", "few values", "any"])
+def test_selection_among_thousands_of_pools_keeps_the_exact_best(score):
+    """More pools than the running list holds, so that it is pruned many times."""
+    generator = torch.Generator().manual_seed(1)
+    pools, rows, count = 5003, 70, 20
+    keys = torch.zeros(pools, 1)
+    values = {
+        "equal": torch.ones(pools),
+        "rising": torch.arange(pools).float(),
+        "falling": torch.arange(pools, 0, -1).float(),
+        "few values": torch.randint(0, 5, (pools,), generator=generator).float(),
+        "any": torch.rand(pools, generator=generator),
+    }[score]
+    keys[:, 0] = values
+    first = torch.randint(0, 40, (rows,), generator=generator)
+    visible = torch.randint(1, pools - 40, (rows,), generator=generator)
+    one = torch.ones(rows, 1)
+    chosen = select.select_pools(one.unsqueeze(-1), one, keys, first, visible, count)
+    for t in range(rows):
+        seen = range(int(first[t]), int(first[t] + visible[t]))
+        best = sorted(sorted(seen, key=lambda pool: (-float(values[pool]), pool))[:count])
+        assert chosen[t].tolist() == best + [-1] * (count - len(best))
+
+
+@BOTH
+@pytest.mark.parametrize("width", [1, 7, 32])
+def test_rows(dtype, width):
+    generator = torch.Generator().manual_seed(3)
+
+    def noise(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    def norm(x, weight):
+        return weight * x / torch.sqrt(x.square().mean(-1, keepdim=True) + 1e-5)
+
+    inputs = {"x": noise(5, 3, width), "weight": 1 + 0.3 * noise(width)}
+    is_as_exact_as_plain_torch(lambda x, weight: rms_norm(x, weight, 1e-5), norm, inputs, dtype, floor=8.0)
+    is_as_exact_as_plain_torch(
+        lambda x, weight, gate: gated_rms_norm(x.float(), gate, weight, 1e-5),
+        lambda x, weight, gate: norm(x, weight) * torch.sigmoid(gate),
+        inputs | {"gate": noise(5, 3, width)},
+        dtype,
+        floor=8.0,
+    )
+    is_as_exact_as_plain_torch(
+        lambda both: swiglu(both, 0.7),
+        lambda both: (
+            torch.nn.functional.silu(both[..., :width].clamp(max=0.7)) * both[..., width:].clamp(-0.7, 0.7)
+        ),
+        {"both": noise(9, 2 * width)},
+        dtype,
+        floor=8.0,
+    )
+    is_as_exact_as_plain_torch(
+        lambda raw, a_log, bias: kda.log_decay(raw, a_log, bias, -5.0),
+        lambda raw, a_log, bias: -5.0 * torch.sigmoid(a_log.exp()[:, None] * (raw + bias.view(3, width))),
+        {"raw": noise(9, 3, width), "a_log": 0.3 * noise(3), "bias": noise(3 * width)},
+        dtype,
+        floor=16.0,
+    )
+
+
+def test_values_beyond_the_exponents_range_are_no_nan_and_nan_stays_nan():
+    gate = torch.tensor([-1e30, -100.0, 0.0, 100.0, float("nan")])
+    out = gated_rms_norm(torch.ones(5, 1), gate[:, None], torch.ones(1), 0.0)[:, 0]
+    assert torch.allclose(out[:4], torch.sigmoid(gate[:4]), rtol=1e-6, atol=1e-30)
+    assert out[4].isnan()
+
+
+def test_the_number_of_threads_changes_nothing_but_the_order_of_sums():
+    script = (
+        "import sys, torch; sys.path.insert(0, sys.argv[2]); torch.set_num_threads(int(sys.argv[1]));"
+        "from longstrand.ops import native; native.use_native('native');"
+        "from longstrand.model import load_model; from longstrand.data.pack import Pack;"
+        "from longstrand.bench.memory import toy; model = load_model(toy(), seed=0);"
+        "pack = Pack.from_documents([torch.arange(150) % 256, torch.arange(77) % 7]);"
+        "loss = model.token_logprobs(pack, tile=64).sum(); loss.backward();"
+        "print(repr(float(loss)), repr(sum(float(p.grad.double().abs().sum()) for p in model.parameters()"
+        " if p.grad is not None)))"
+    )
+    found = []
+    for threads in ("1", "2", "3"):
+        done = subprocess.run(
+            [sys.executable, "-c", script, threads, "."], capture_output=True, text=True, check=True
+        )
+        found.append([float(number) for number in done.stdout.split()])
+    for one in found[1:]:
+        assert one == pytest.approx(found[0], rel=1e-5)
+
+
+def test_a_float64_model_runs_in_plain_torch():
+    assert not native.has_kernel(torch.ones(1, dtype=torch.float64))
+    assert native.has_kernel(torch.ones(1), torch.ones(1, dtype=torch.bfloat16))
+
+
+def test_without_a_compiler_auto_says_why_and_native_is_refused(monkeypatch):
+    monkeypatch.setattr(build, "COMPILER", "no-such-compiler")
+    state = native.use_native("auto")
+    assert not state.used and "no-such-compiler is not on the PATH" in state.reason
+    with pytest.raises(UserError, match=r'kernels.cpu = "native".*install a C\+\+ compiler'):
+        native.use_native("native")
+    assert not native.has_kernel(torch.ones(1))
+
+
+def test_a_cache_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(build.CannotBuild, match="cannot be written"):
+        build.built_library(tmp_path / "file" / "cache")
