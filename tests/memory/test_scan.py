@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from longstrand.memory import Recomputed, SideLosses, scan_layers
+from longstrand.memory import Levers, Recomputed, SideLosses, scan_layers
 from longstrand.memory.tiles import PackLayout
 
 STREAMS, WIDTH = 2, 3
@@ -48,6 +48,13 @@ class Leaky:
         assert not torch.is_grad_enabled()
         return self.rows(x, tile.offsets, carry)
 
+    def repeat_tile(self, x, tile, carry, choices, side):
+        self.calls.append(("again", tile.start, tile.stop))
+        return self.rows(x, tile.offsets, carry)
+
+    def keep(self, carry):
+        return carry
+
     def reopen(self, read, tiles, layout):
         return None
 
@@ -87,7 +94,8 @@ def setting():
 def scanned(setting, tile):
     embedding, tokens, layers, starts, _ = setting
     layout = PackLayout(torch.tensor(starts), 4, torch.device("cpu"))
-    return scan_layers(embedding, tokens, layers, layout, streams=STREAMS, tile=tile, side=SideLosses())
+    levers = Levers(tile)
+    return scan_layers(embedding, tokens, layers, layout, streams=STREAMS, levers=levers, side=SideLosses())
 
 
 def gradients(setting):

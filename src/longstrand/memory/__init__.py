@@ -1,5 +1,7 @@
-"""What bounds the memory of a step: the scan over tiles."""
+"""What bounds the memory of a step: the scan over tiles and its levers."""
 
-from longstrand.memory.scan import Recomputed, ScanLayer, SideLosses, scan_layers
+from longstrand.memory.levers import Levers
+from longstrand.memory.protocol import Recomputed, ScanEnd, ScanLayer, SideLosses
+from longstrand.memory.scan import scan_layers
 
-__all__ = ["Recomputed", "ScanLayer", "SideLosses", "scan_layers"]
+__all__ = ["Levers", "Recomputed", "ScanEnd", "ScanLayer", "SideLosses", "scan_layers"]

@@ -2,112 +2,33 @@
 
     y[i], carry[i + 1] = layer(x[i], carry[i])
 
-Forward runs the tiles without a graph and keeps each layer's input, the carries at tile borders and the choices
-(selected pools, chosen experts). Backward walks the tiles in reverse: recompute one tile with a graph, backpropagate
-into its input and its carry, free it. Parameters receive their gradients tile by tile in float32.
+Forward runs the tiles without a graph and keeps layer inputs, the carries at tile borders and the choices (selected
+pools, chosen experts). Backward walks the tiles in reverse: recompute one tile with a graph, backpropagate into its
+input and its carry, free it. The gradient of a tile's input overwrites that input, so no stream is held beside the
+inputs. Parameters receive their gradients tile by tile in float32.
 
-Bytes kept per token: (layers - 1) x R x D x e for the inputs, one stream-sized gradient R x D x e, 2 x D x e for the
-last output and its gradient, and the choices; plus the carries at each tile border.
+Bytes kept per token: R x D x e for each input (of every layer but the first, or of every k-th), D x e for the last
+output, and the choices; plus the carries at each tile border.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from longstrand.memory.levers import Levers, kept_inputs
+from longstrand.memory.protocol import Choices, MeanEnd, Recomputed, ScanEnd, ScanLayer, SideLosses
+from longstrand.memory.streams import DeviceStreams, Stream, Streams
 from longstrand.memory.tiles import PackLayout, Tile
 
-Choices = dict[str, Tensor]
-
-
-@dataclass
-class SideLosses:
-    """What training asks of a pass beside the log-probabilities, and what the pass reports.
-
-    Attributes:
-        indexer: `frozen`: nothing; `sparse`: KL over the selected pools while everything learns; `warmup`: dense
-            attention and KL over all visible pools, only the indexer receives gradients.
-        indexer_scale: factor of each row's KL (one over the step's rows and layers, times the loss weight).
-        aux_scale: factor of the router's auxiliary loss of this pack.
-        expert_counts: tokens per expert by layer, counted once, in the first pass.
-        num_active: experts per token, as counted.
-        indexer_kl: sum of the KL over rows and layers in nats, known after backward.
-        aux: auxiliary loss of the pack (unscaled), known after backward.
-    """
-
-    indexer: Literal["frozen", "sparse", "warmup"] = "frozen"
-    indexer_scale: float = 0.0
-    aux_scale: float = 0.0
-    expert_counts: dict[int, Tensor] = field(default_factory=dict)
-    num_active: int = 0
-    indexer_kl: float = 0.0
-    aux: float = 0.0
-
-    def __post_init__(self) -> None:
-        if self.indexer not in ("frozen", "sparse", "warmup"):
-            raise ValueError(f'indexer = {self.indexer!r}: must be "frozen", "sparse" or "warmup"')
-
-    def count_experts(self, layer: int, ids: Int[Tensor, "T A"], num_experts: int) -> None:
-        """Adds one tile's tokens per expert; called in the first pass only, never in recompute."""
-        self.num_active = ids.shape[1]
-        counts = torch.bincount(ids.flatten().long(), minlength=num_experts)
-        before = self.expert_counts.get(layer)
-        self.expert_counts[layer] = counts if before is None else before + counts
-
-
-@dataclass
-class Recomputed:
-    """One tile of a layer, recomputed with a graph.
-
-    Attributes:
-        y: the layer's output.
-        roots, root_grads: what else is backpropagated together with y (a carry handed on, side losses).
-        close: called once that is done; finishes the tile and returns its input's gradient and that of its carry.
-    """
-
-    y: Tensor
-    roots: list[Tensor]
-    root_grads: list[Tensor]
-    close: Callable[[], tuple[Tensor, Any]]
-
-
-@runtime_checkable
-class ScanLayer(Protocol):
-    """What the scan asks of a layer; carries and their gradients are the layer's own business."""
-
-    def start(self, layout: PackLayout) -> Any:
-        """The carry before the first tile."""
-
-    def new_choices(self, num_tokens: int, device: torch.device, before: Choices) -> Choices:
-        """Empty rows for what the layer chooses per token; `before` are those of the layer below, to share."""
-
-    def forward_tile(
-        self, x: Tensor, tile: Tile, carry: Any, choices: Choices, side: SideLosses
-    ) -> tuple[Tensor, Any]:
-        """Output and next carry of one tile; fills in its choices."""
-
-    def reopen(self, read: Callable[[Tile], Tensor], layout: PackLayout, tile_size: int) -> Any:
-        """Rebuilds what backward needs of all tiles at once; its result goes to `recompute_tile`."""
-
-    def recompute_tile(
-        self, x: Tensor, tile: Tile, carry: Any, d_carry: Any, choices: Choices, opened: Any, side: SideLosses
-    ) -> Recomputed:
-        """The same tile with a graph and the choices as they were made; d_carry is None for the last tile."""
-
-    def warm_up_tile(self, x: Tensor, tile: Tile, d_carry: Any, opened: Any, side: SideLosses) -> Any:
-        """Adds the indexer's loss of a tile and its gradients; returns the gradient of the carry before it."""
-
-    def learns_to_select(self) -> bool:
-        """Whether the layer has an indexer that receives gradients."""
-
-    def trains(self) -> bool:
-        """Whether a parameter of this layer receives a gradient."""
+__all__ = ["Choices", "Recomputed", "ScanEnd", "ScanLayer", "SideLosses", "scan_layers"]
 
 
 def scan_layers(
@@ -117,16 +38,18 @@ def scan_layers(
     layout: PackLayout,
     *,
     streams: int,
-    tile: int,
+    levers: Levers,
     side: SideLosses,
-) -> Float[Tensor, "T D"]:
-    """The mean over streams of the last layer's output.
+    end: ScanEnd | None = None,
+) -> Float[Tensor, "T ..."]:
+    """What `end` makes of the mean over streams of the last layer's output; the mean itself without one.
 
-    Differentiable by `.backward()`: the parameters of `layers` accumulate their gradients while the scan walks back;
-    `autograd.grad` sees only the embedding. Under `no_grad` nothing is kept.
+    Differentiable by `.backward()`: the parameters of `layers` and `end` accumulate their gradients while the scan
+    walks back; `autograd.grad` sees only the embedding. Under `no_grad` nothing is kept.
     """
-    walk = _Walk(embedding, tokens, layers, layout, streams, tile, side)
-    trains = any(layer.trains() for layer in layers) or embedding.requires_grad
+    end = MeanEnd(embedding.detach()) if end is None else end
+    walk = _Walk(embedding, tokens, layers, layout, streams, levers, side, end)
+    trains = any(layer.trains() for layer in layers) or embedding.requires_grad or end.trains()
     if not (torch.is_grad_enabled() and trains):
         with torch.no_grad():
             return walk.forward(keep=False)
@@ -141,124 +64,189 @@ class _Scan(torch.autograd.Function):
         return walk.forward(keep=True)
 
     @staticmethod
-    def backward(ctx: Any, d_mean: Tensor) -> tuple[Tensor | None, None, None]:
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, None, None]:
         walk, ctx.walk = ctx.walk, None
         if walk is None:
             raise RuntimeError("a pass goes back once and frees what it kept; call token_logprobs again")
-        return walk.backward(d_mean), None, None
+        return walk.backward(d_out), None, None
 
 
+@dataclass
 class _Walk:
     """One pass of a pack through the layers and back; owns all that is kept between the two."""
 
-    def __init__(
-        self,
-        embedding: Tensor,
-        tokens: Tensor,
-        layers: Sequence[ScanLayer],
-        layout: PackLayout,
-        streams: int,
-        tile_size: int,
-        side: SideLosses,
-    ) -> None:
-        self.embedding, self.tokens, self.layers = embedding.detach(), tokens, layers
-        self.trains_embedding = embedding.requires_grad
-        self.layout, self.streams, self.tile_size, self.side = layout, streams, tile_size, side
-        self.inputs: dict[int, Tensor] = {}
-        self.carries: dict[int, list[Any]] = {}
-        self.choices: dict[int, Choices] = {}
+    embedding: Tensor
+    tokens: Tensor
+    layers: Sequence[ScanLayer]
+    layout: PackLayout
+    num_streams: int
+    levers: Levers
+    side: SideLosses
+    end: ScanEnd
+    inputs: dict[int, Stream] = field(default_factory=dict)
+    carries: dict[int, list[Any]] = field(default_factory=dict)
+    choices: dict[int, Choices] = field(default_factory=dict)
+    mean: Stream | None = None
+    d_embedding: Tensor | None = None
 
     def forward(self, keep: bool) -> Tensor:
-        first = self._first_trained() if keep else len(self.layers)
-        last = len(self.layers) - 1
-        mean = self.embedding.new_empty(self.layout.num_tokens, self.embedding.shape[1])
-        stream: Tensor | None = None
-        for index, layer in enumerate(self.layers):
-            kept = index >= first
-            if kept and stream is not None:
-                self.inputs[index] = stream
-            out = None
-            if index < last:
-                reuse = stream is not None and not kept
-                out = stream if reuse else mean.new_empty(len(mean), self.streams, mean.shape[1])
-            self._forward_layer(index, layer, stream, mean if out is None else out, kept)
-            stream = out
-        return mean
+        """The end's output; with `keep`, what backward needs stays here."""
+        self.first = self._first_trained() if keep else len(self.layers)
+        self.store: Streams = DeviceStreams(self.layout.num_tokens, self.embedding.detach())
+        with ExitStack() as unless_kept:
+            unless_kept.callback(self.store.close)
+            out = self._forward(keep)
+            if keep:
+                unless_kept.pop_all()
+        return out
 
-    def _forward_layer(
-        self, index: int, layer: ScanLayer, stream: Tensor | None, out: Tensor, kept: bool
-    ) -> None:
-        choices = layer.new_choices(self.layout.num_tokens, out.device, self.choices.get(index - 1, {}))
-        self.choices[index] = choices
+    def _forward(self, keep: bool) -> Tensor:
+        out = self.end.new_output(self.layout.num_tokens)
+        if keep and self.end.reads_mean:
+            self.mean = self.store.new(self.embedding.shape[1])
+        kept = kept_inputs(len(self.layers), self.first, self.levers.keep_every)
+        stream: Stream | None = None
+        running: Stream | None = None  # a stream that no one keeps: the next layer writes over what it reads
+        for index in range(len(self.layers)):
+            running = stream
+            if index in kept and stream is not None:
+                self.inputs[index], running = stream, None
+            if index == len(self.layers) - 1:
+                self._forward_layer(index, stream, partial(self._finish, out))
+            else:
+                above = running or self._new_stream()
+                self._forward_layer(index, stream, above.write)
+                stream = above
+        if running is not None:
+            running.free()
+        return out
+
+    def _forward_layer(self, index: int, source: Stream | None, put: Callable[[Tile, Tensor], None]) -> None:
+        layer, kept = self.layers[index], index >= self.first
+        below = self.choices.get(index - 1, {})
+        choices = layer.new_choices(self.layout.num_tokens, self.embedding.device, below)
         carry, carries = layer.start(self.layout), []
-        for tile in self.layout.tiles(self.tile_size):
+        for tile in self.layout.tiles(self.levers.tile):
             if kept:
-                carries.append(carry)
-            rows = {name: value[tile.rows] for name, value in choices.items()}
-            y, carry = layer.forward_tile(self._read(stream, tile), tile, carry, rows, self.side)
-            out[tile.rows] = y.mean(dim=1) if out.dim() == 2 else y
+                carries.append(layer.keep(carry))
+            rows = _rows(choices, tile)
+            y, carry = layer.forward_tile(self._read(source, tile), tile, carry, rows, self.side)
+            put(tile, y)
+        self.choices[index] = choices
         if kept:
             self.carries[index] = carries
         else:
             self.choices.pop(index - 1, None)
 
-    def backward(self, d_mean: Tensor) -> Tensor | None:
-        """Walks the layers and tiles back; returns the embedding's gradient."""
-        dy = None
-        for index in range(len(self.layers) - 1, self._first_trained() - 1, -1):
-            if self.side.indexer == "warmup":
-                self._warm_up_layer(index)
-            else:
-                dy = self._backward_layer(index, d_mean if dy is None else dy)
-        return self._embedding_gradient(dy) if self.trains_embedding and dy is not None else None
+    def _finish(self, out: Tensor, tile: Tile, y: Tensor) -> None:
+        mean = y.mean(dim=1)
+        if self.mean is not None:
+            self.mean.write(tile, mean)
+        out[tile.rows] = self.end.forward_tile(mean, tile)
 
-    def _backward_layer(self, index: int, above: Tensor) -> Tensor:
-        """Gradient of a layer's input: in place over that of its output, once there is one per stream."""
+    def backward(self, d_out: Tensor) -> Tensor | None:
+        """Walks the layers and tiles back; returns the embedding's gradient."""
+        if self.embedding.requires_grad:
+            dtype = torch.promote_types(self.embedding.dtype, torch.float32)
+            self.d_embedding = torch.zeros_like(self.embedding, dtype=dtype, requires_grad=False)
+        with closing(self.store):
+            if self.side.indexer == "warmup":
+                self._warm_up()
+            else:
+                self._backward(d_out)
+        return self.d_embedding
+
+    def _backward(self, d_out: Tensor) -> None:
+        if self.first == len(self.layers):
+            for tile in self.layout.tiles_back(self.levers.tile):
+                self._end_gradient(d_out, tile)
+        dy: Stream | None = None
+        for index in range(len(self.layers) - 1, self.first - 1, -1):
+            self._rebuild_input(index)
+            above = partial(self._end_gradient, d_out) if dy is None else dy.read
+            dx = self._backward_layer(index, above)
+            if dy is not None:
+                dy.free()
+            dy = dx
+
+    def _backward_layer(self, index: int, above: Callable[[Tile], Tensor]) -> Stream | None:
+        """Walks one layer back; its input's stream then holds the gradient of that input."""
         layer, stream = self.layers[index], self.inputs.pop(index, None)
         choices, carries = self.choices.pop(index), self.carries.pop(index)
-        opened = layer.reopen(partial(self._read, stream), self.layout, self.tile_size)
-        dx = above if above.dim() == 3 else above.new_empty(len(above), self.streams, above.shape[1])
+        opened = layer.reopen(partial(self._read, stream), self.layout, self.levers.tile)
         d_carry = None
-        for tile in self.layout.tiles_back(self.tile_size):
-            rows = {name: value[tile.rows] for name, value in choices.items()}
+        for tile in self.layout.tiles_back(self.levers.tile):
             done = layer.recompute_tile(
-                self._read(stream, tile), tile, carries.pop(), d_carry, rows, opened, self.side
+                self._read(stream, tile),
+                tile,
+                carries.pop(),
+                d_carry,
+                _rows(choices, tile),
+                opened,
+                self.side,
             )
-            torch.autograd.backward([done.y, *done.roots], [self._above(above, tile), *done.root_grads])
-            dx[tile.rows], d_carry = done.close()
-        return dx
+            torch.autograd.backward([done.y, *done.roots], [above(tile), *done.root_grads])
+            dx, d_carry = done.close()
+            if index > self.first and stream is not None:
+                stream.write(tile, dx)
+            elif self.d_embedding is not None:
+                total = dx.to(self.d_embedding.dtype).sum(dim=1)
+                self.d_embedding.index_add_(0, self.tokens[tile.rows], total)
+        return stream
 
-    def _warm_up_layer(self, index: int) -> None:
+    def _end_gradient(self, d_out: Tensor, tile: Tile) -> Tensor:
+        """The gradient of the last layer's output: that of the mean, shared by its streams."""
+        mean = None if self.mean is None else self.mean.read(tile)
+        d_mean = self.end.backward_tile(mean, d_out[tile.rows], tile)
+        return (d_mean / self.num_streams).unsqueeze(1).expand(-1, self.num_streams, -1).contiguous()
+
+    @torch.no_grad()
+    def _rebuild_input(self, index: int) -> None:
+        """Recomputes a layer's input that was not kept, with all of its group's below it: choices as made."""
+        if index == 0 or index in self.inputs:
+            return
+        start = index - (index - self.first) % self.levers.keep_every
+        stream = self.inputs.get(start)
+        for below in range(start, index):
+            layer, choices, above = self.layers[below], self.choices[below], self._new_stream()
+            carry = layer.start(self.layout)
+            for tile in self.layout.tiles(self.levers.tile):
+                y, carry = layer.repeat_tile(
+                    self._read(stream, tile), tile, carry, _rows(choices, tile), self.side
+                )
+                above.write(tile, y)
+            self.inputs[below + 1] = stream = above
+
+    def _warm_up(self) -> None:
         """Only indexers learn: no gradient enters a layer from above or leaves it below."""
-        layer, stream = self.layers[index], self.inputs.pop(index, None)
-        del self.choices[index], self.carries[index]
-        if layer.learns_to_select():
-            opened = layer.reopen(partial(self._read, stream), self.layout, self.tile_size)
-            d_carry = None
-            for tile in self.layout.tiles_back(self.tile_size):
-                d_carry = layer.warm_up_tile(self._read(stream, tile), tile, d_carry, opened, self.side)
+        for index in range(len(self.layers) - 1, self.first - 1, -1):
+            layer = self.layers[index]
+            if layer.learns_to_select():
+                self._rebuild_input(index)
+                read = partial(self._read, self.inputs.get(index))
+                opened, d_carry = layer.reopen(read, self.layout, self.levers.tile), None
+                for tile in self.layout.tiles_back(self.levers.tile):
+                    d_carry = layer.warm_up_tile(read(tile), tile, d_carry, opened, self.side)
+            if (done := self.inputs.pop(index, None)) is not None:
+                done.free()
+            del self.choices[index], self.carries[index]
 
-    def _read(self, stream: Tensor | None, tile: Tile) -> Tensor:
+    def _read(self, stream: Stream | None, tile: Tile) -> Tensor:
         """A tile of a layer's input; that of the first layer is the embedding copied to all streams."""
         if stream is not None:
-            return stream[tile.rows]
-        rows = self.embedding[self.tokens[tile.rows]]
-        return rows.unsqueeze(1).expand(-1, self.streams, -1).contiguous()
+            return stream.read(tile)
+        rows = self.embedding.detach()[self.tokens[tile.rows]]
+        return rows.unsqueeze(1).expand(-1, self.num_streams, -1).contiguous()
 
-    def _above(self, source: Tensor, tile: Tile) -> Tensor:
-        """The gradient of a tile's output; that of the last layer is the mean's, shared by its streams."""
-        if source.dim() == 3:
-            return source[tile.rows]
-        return (source[tile.rows] / self.streams).unsqueeze(1).expand(-1, self.streams, -1).contiguous()
-
-    def _embedding_gradient(self, dx: Tensor) -> Tensor:
-        grad = torch.zeros_like(self.embedding, dtype=torch.promote_types(dx.dtype, torch.float32))
-        for tile in self.layout.tiles(self.tile_size):
-            grad.index_add_(0, self.tokens[tile.rows], dx[tile.rows].to(grad.dtype).sum(dim=1))
-        return grad
+    def _new_stream(self) -> Stream:
+        return self.store.new(self.num_streams, self.embedding.shape[1])
 
     def _first_trained(self) -> int:
         """The walk back ends at the lowest layer with something to train."""
-        if self.trains_embedding:
+        if self.embedding.requires_grad:
             return 0
         return next((i for i, layer in enumerate(self.layers) if layer.trains()), len(self.layers))
+
+
+def _rows(choices: Choices, tile: Tile) -> Choices:
+    return {name: value[tile.rows] for name, value in choices.items()}

@@ -77,16 +77,22 @@ class _Layer(nn.Module):
         out = self.mlp.choose(h, choices, side) if isinstance(self.mlp, MixtureOfExperts) else self.mlp(h)
         return mhc_update(x, out, post, comb)
 
-    def _feed_forward_again(self, x: Tensor, choices: Choices, side: SideLosses, ends: _Ends) -> Tensor:
+    def _feed_forward_as_chosen(self, x: Tensor, choices: Choices) -> tuple[Tensor, Tensor | None]:
+        """The same with the experts given; also the router's logits, where there is one."""
         h, post, comb = self._enter(x, "ffn", self.post_attention_layernorm)
         if not isinstance(self.mlp, MixtureOfExperts):
-            return mhc_update(x, self.mlp(h), post, comb)
+            return mhc_update(x, self.mlp(h), post, comb), None
         out, logits = self.mlp.recompute(h, choices)
-        if side.aux_scale:
+        return mhc_update(x, out, post, comb), logits
+
+    def _feed_forward_again(self, x: Tensor, choices: Choices, side: SideLosses, ends: _Ends) -> Tensor:
+        """In recompute, with the router's side loss."""
+        y, logits = self._feed_forward_as_chosen(x, choices)
+        if side.aux_scale and logits is not None:
             loss = aux_loss(logits, side)
             side.aux += float(loss.detach())
             ends.add(loss * side.aux_scale, torch.ones_like(loss))
-        return mhc_update(x, out, post, comb)
+        return y
 
     def _expert_choices(self, num_tokens: int, device: torch.device) -> Choices:
         if isinstance(self.mlp, MixtureOfExperts):
@@ -144,9 +150,22 @@ class KdaLayer(_Layer):
     def forward_tile(
         self, x: Float[Tensor, "T R D"], tile: Tile, carry: KdaCarry, choices: Choices, side: SideLosses
     ) -> tuple[Tensor, KdaCarry]:
+        x, carry = self._mix(x, tile, carry)
+        return self._choose_and_feed_forward(x, choices, side), carry
+
+    def repeat_tile(
+        self, x: Float[Tensor, "T R D"], tile: Tile, carry: KdaCarry, choices: Choices, side: SideLosses
+    ) -> tuple[Tensor, KdaCarry]:
+        x, carry = self._mix(x, tile, carry)
+        return self._feed_forward_as_chosen(x, choices)[0], carry
+
+    def _mix(self, x: Tensor, tile: Tile, carry: KdaCarry) -> tuple[Tensor, KdaCarry]:
         h, post, comb = self._enter_mixer(x)
         out, carry = self.self_attn(h, tile, carry)
-        return self._choose_and_feed_forward(mhc_update(x, out, post, comb), choices, side), carry
+        return mhc_update(x, out, post, comb), carry
+
+    def keep(self, carry: KdaCarry) -> KdaCarry:
+        return carry
 
     def reopen(self, read: Callable[[Tile], Tensor], layout: PackLayout, tile_size: int) -> None:
         return None
@@ -203,6 +222,18 @@ class DsaLayer(_Layer):
     def forward_tile(
         self, x: Float[Tensor, "T R D"], tile: Tile, carry: DsaCarry, choices: Choices, side: SideLosses
     ) -> tuple[Tensor, DsaCarry]:
+        x, carry = self._mix(x, tile, carry, choices, side, choose=True)
+        return self._choose_and_feed_forward(x, choices, side), carry
+
+    def repeat_tile(
+        self, x: Float[Tensor, "T R D"], tile: Tile, carry: DsaCarry, choices: Choices, side: SideLosses
+    ) -> tuple[Tensor, DsaCarry]:
+        x, carry = self._mix(x, tile, carry, choices, side, choose=False)
+        return self._feed_forward_as_chosen(x, choices)[0], carry
+
+    def _mix(
+        self, x: Tensor, tile: Tile, carry: DsaCarry, choices: Choices, side: SideLosses, choose: bool
+    ) -> tuple[Tensor, DsaCarry]:
         attention = self.self_attn
         h, post, comb = self._enter_mixer(x)
         carry = attention.append(h, tile, carry)
@@ -210,11 +241,13 @@ class DsaLayer(_Layer):
         if side.indexer == "warmup":
             out = attention.attend_dense(attention.queries(q_resid), carry, tile).out
         else:
-            if attention.indexer is not None:
+            if choose and attention.indexer is not None:
                 choices["pools"].copy_(attention.select(h, q_resid, tile, carry))
             out, _ = attention.attend(attention.queries(q_resid), carry, None, choices["pools"], tile)
-        x = mhc_update(x, attention.project(out), post, comb)
-        return self._choose_and_feed_forward(x, choices, side), carry
+        return mhc_update(x, attention.project(out), post, comb), carry
+
+    def keep(self, carry: DsaCarry) -> None:
+        """Nothing: `reopen` appends again."""
 
     def reopen(self, read: Callable[[Tile], Tensor], layout: PackLayout, tile_size: int) -> _Opened:
         attention, carry, carries = self.self_attn, self.start(layout), {}
@@ -231,23 +264,23 @@ class DsaLayer(_Layer):
         self,
         x: Float[Tensor, "T R D"],
         tile: Tile,
-        carry: DsaCarry,
+        carry: None,
         d_carry: Tensor | None,
         choices: Choices,
         opened: _Opened,
         side: SideLosses,
     ) -> Recomputed:
-        attention, carry = self.self_attn, opened.carries[tile.start]
+        attention, entered = self.self_attn, opened.carries[tile.start]
         cut, ends = _Cut(x, self._enter_mixer), _Ends()
         h, post, comb = cut.leaves
         latents = attention.latents(h)
         q_resid = attention.query_residual(h)
         out, mass = attention.attend(
-            attention.queries(q_resid), carry, opened.latents, choices["pools"], tile
+            attention.queries(q_resid), entered, opened.latents, choices["pools"], tile
         )
         keys = None
         if side.indexer == "sparse" and self.learns_to_select():
-            keys = IndexKeys(attention, h.detach(), tile, carry, opened.pool_keys)
+            keys = IndexKeys(attention, h.detach(), tile, entered, opened.pool_keys)
             loss = keys.selected_loss(q_resid.detach(), choices["pools"], mass)
             side.indexer_kl += float(loss.detach())
             ends.add(loss, loss.new_tensor(side.indexer_scale))

@@ -8,12 +8,12 @@ from torch import Tensor, nn
 
 from longstrand.architecture import Architecture
 from longstrand.data.pack import Pack
-from longstrand.memory.scan import SideLosses, scan_layers
+from longstrand.memory import Levers, ScanEnd, SideLosses, scan_layers
 from longstrand.memory.tiles import PackLayout
 from longstrand.model.block import DsaLayer, KdaLayer
+from longstrand.model.head import LogprobEnd
 from longstrand.model.hf import SourceInfo, keeps_float32
 from longstrand.model.linear import Linear, Norm
-from longstrand.ops.logprob import token_logprobs
 from longstrand.ops.mhc import KERNEL_STREAMS
 from longstrand.ops.native import has_kernel
 from longstrand.ops.norm import rms_norm
@@ -45,45 +45,53 @@ class Model(nn.Module):
         if shape.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
 
-    def hidden(self, pack: Pack, tile: int = 1024, side: SideLosses | None = None) -> Float[Tensor, "T D"]:
+    def hidden(
+        self, pack: Pack, tile: int = 1024, side: SideLosses | None = None, levers: Levers | None = None
+    ) -> Float[Tensor, "T D"]:
         """The last hidden state, after the final norm, of every token of the pack."""
-        if tile < 1:
-            raise ValueError(f"tile must be at least 1 token, got {tile}")
-        largest = max(int(pack.tokens.max()), int(pack.targets.max()))
-        if largest >= self.architecture.vocab_size:
-            raise ValueError(f"token {largest} is beyond the vocabulary of {self.architecture.vocab_size}")
-        device = self.norm.weight.device
-        mean = scan_layers(
-            self.embed_tokens.weight,
-            pack.tokens.to(device),
-            list(self.layers),  # type: ignore[arg-type]
-            PackLayout(pack.starts, self.architecture.index_kpool, device),
-            streams=self.architecture.hc_mult,
-            tile=tile,
-            side=side or SideLosses(),
-        )
+        mean = self._scan(pack, levers or Levers(tile), side or SideLosses(), None)
         scale = self.norm.weight.detach() if _warms_up(side) else self.norm.weight
         return rms_norm(mean, scale, self.architecture.rms_norm_eps)
 
     def token_logprobs(
-        self, pack: Pack, tile: int = 1024, side: SideLosses | None = None
+        self, pack: Pack, tile: int = 1024, side: SideLosses | None = None, levers: Levers | None = None
     ) -> Float[Tensor, "T"]:
         """Natural-log probability of each target given its document so far; 0 where there is no target.
 
         Differentiable: call `.backward()` on a function of it, and every trained parameter's `.grad` (float32 or
-        wider) holds its gradient. The result does not depend on the tile beyond rounding.
+        wider) holds its gradient. The result does not depend on the tile beyond rounding, nor on the other levers.
 
         Args:
             pack: documents in a row; they never see each other.
             tile: tokens computed at once; transients grow with it, carries shrink with it.
             side: side losses and counts of this pass; see `SideLosses`.
+            levers: what bounds memory, the tile among it; replaces `tile`.
 
         Returns:
             float32, or float64 for a float64 model.
         """
-        hidden = self.hidden(pack, tile, side)
-        head = self.lm_head.weight.detach() if _warms_up(side) else self.lm_head.weight
-        return token_logprobs(hidden, head, pack.targets.to(hidden.device))
+        scale, head = self.norm.weight, self.lm_head.weight
+        if _warms_up(side):
+            scale, head = scale.detach(), head.detach()
+        targets = pack.targets.to(head.device)
+        end = LogprobEnd(scale, head, targets, self.architecture.rms_norm_eps)
+        return self._scan(pack, levers or Levers(tile), side or SideLosses(), end)
+
+    def _scan(self, pack: Pack, levers: Levers, side: SideLosses, end: ScanEnd | None) -> Tensor:
+        largest = max(int(pack.tokens.max()), int(pack.targets.max()))
+        if largest >= self.architecture.vocab_size:
+            raise ValueError(f"token {largest} is beyond the vocabulary of {self.architecture.vocab_size}")
+        device = self.norm.weight.device
+        return scan_layers(
+            self.embed_tokens.weight,
+            pack.tokens.to(device),
+            list(self.layers),  # type: ignore[arg-type]
+            PackLayout(pack.starts, self.architecture.index_kpool, device),
+            streams=self.architecture.hc_mult,
+            levers=levers,
+            side=side,
+            end=end,
+        )
 
     def groups(self) -> dict[str, list[str]]:
         """Parameter names by the group that a recipe trains or freezes."""

@@ -1,0 +1,61 @@
+"""The memory levers of a pass as plain values, and which layer inputs they keep."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Offload = Literal["none", "host", "disk"]
+
+
+@dataclass(frozen=True)
+class Levers:
+    """What bounds the memory of a pass; none of them changes its results.
+
+    Attributes:
+        tile: tokens computed at once.
+        keep_every: inputs are kept of the layers 0, k, 2k, ...; those between are recomputed from them.
+        offload: where streams (layer inputs, last mean, running gradient) live: the device, the host, a file.
+        spool: folder of the file for `offload = "disk"`.
+
+    Raises:
+        ValueError: a value outside its rule.
+    """
+
+    tile: int = 1024
+    keep_every: int = 1
+    offload: Offload = "none"
+    spool: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.tile < 1:
+            raise ValueError(f"tile must be at least 1 token, got {self.tile}")
+        if self.keep_every < 1:
+            raise ValueError(f"keep_every must be at least 1 layer, got {self.keep_every}")
+        if self.offload not in ("none", "host", "disk"):
+            raise ValueError(f'offload must be "none", "host" or "disk", got {self.offload!r}')
+        if (self.offload == "disk") != (self.spool is not None):
+            raise ValueError('spool is the folder of offload = "disk": give both or none')
+
+
+def kept_inputs(num_layers: int, first: int, keep_every: int) -> set[int]:
+    """The layers whose input a pass keeps, counted from `first`, the lowest that trains.
+
+    Those of the last group are all kept: backward begins with them, so they would be recomputed at once. Layer 0 has
+    no input to keep, since the embedding gives it again.
+    """
+    starts = range(first, num_layers, keep_every)
+    return {*starts, *range(starts[-1], num_layers)} - {0} if starts else set()
+
+
+def streams_at_once(num_layers: int, first: int, keep_every: int) -> int:
+    """The most streams of a pass that live at the same time; R x D x e bytes per token each.
+
+    Going forward: the kept inputs, or one running stream below `first`. Going back, dx overwrites x, so that a group
+    needs the inputs kept up to its own, its keep_every - 1 recomputed ones, and the gradient from above.
+    """
+    kept = kept_inputs(num_layers, first, keep_every)
+    most = max(len(kept), 1 if num_layers > 1 else 0)
+    for start in range(first, num_layers, keep_every)[:-1]:
+        most = max(most, sum(index <= start for index in kept) + keep_every)
+    return most

@@ -1,0 +1,148 @@
+"""What the scan asks of a layer and of the end of the trunk, and what training asks of a pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from longstrand.memory.tiles import PackLayout, Tile
+
+Choices = dict[str, Tensor]
+
+
+@dataclass
+class SideLosses:
+    """What training asks of a pass beside the log-probabilities, and what the pass reports.
+
+    Attributes:
+        indexer: `frozen`: nothing; `sparse`: KL over the selected pools while everything learns; `warmup`: dense
+            attention and KL over all visible pools, only the indexer receives gradients.
+        indexer_scale: factor of each row's KL (one over the step's rows and layers, times the loss weight).
+        aux_scale: factor of the router's auxiliary loss of this pack.
+        expert_counts: tokens per expert by layer, counted once, in the first pass.
+        num_active: experts per token, as counted.
+        indexer_kl: sum of the KL over rows and layers in nats, known after backward.
+        aux: auxiliary loss of the pack (unscaled), known after backward.
+    """
+
+    indexer: Literal["frozen", "sparse", "warmup"] = "frozen"
+    indexer_scale: float = 0.0
+    aux_scale: float = 0.0
+    expert_counts: dict[int, Tensor] = field(default_factory=dict)
+    num_active: int = 0
+    indexer_kl: float = 0.0
+    aux: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.indexer not in ("frozen", "sparse", "warmup"):
+            raise ValueError(f'indexer = {self.indexer!r}: must be "frozen", "sparse" or "warmup"')
+
+    def count_experts(self, layer: int, ids: Int[Tensor, "T A"], num_experts: int) -> None:
+        """Adds one tile's tokens per expert; called in the first pass only, never in recompute."""
+        self.num_active = ids.shape[1]
+        counts = torch.bincount(ids.flatten().long(), minlength=num_experts)
+        before = self.expert_counts.get(layer)
+        self.expert_counts[layer] = counts if before is None else before + counts
+
+
+@dataclass
+class Recomputed:
+    """One tile of a layer, recomputed with a graph.
+
+    Attributes:
+        y: the layer's output.
+        roots, root_grads: what else is backpropagated together with y (a carry handed on, side losses).
+        close: called once that is done; finishes the tile and returns its input's gradient and that of its carry.
+    """
+
+    y: Tensor
+    roots: list[Tensor]
+    root_grads: list[Tensor]
+    close: Callable[[], tuple[Tensor, Any]]
+
+
+@runtime_checkable
+class ScanLayer(Protocol):
+    """What the scan asks of a layer; carries and their gradients are the layer's own business."""
+
+    def start(self, layout: PackLayout) -> Any:
+        """The carry before the first tile."""
+
+    def new_choices(self, num_tokens: int, device: torch.device, before: Choices) -> Choices:
+        """Empty rows for what the layer chooses per token; `before` are those of the layer below, to share."""
+
+    def forward_tile(
+        self, x: Tensor, tile: Tile, carry: Any, choices: Choices, side: SideLosses
+    ) -> tuple[Tensor, Any]:
+        """Output and next carry of one tile; fills in its choices."""
+
+    def repeat_tile(
+        self, x: Tensor, tile: Tile, carry: Any, choices: Choices, side: SideLosses
+    ) -> tuple[Tensor, Any]:
+        """`forward_tile` once more with the choices as they were made: bit for bit, and nothing is counted."""
+
+    def keep(self, carry: Any) -> Any:
+        """What backward needs of the carry at a tile border; None where `reopen` rebuilds it."""
+
+    def reopen(self, read: Callable[[Tile], Tensor], layout: PackLayout, tile_size: int) -> Any:
+        """Rebuilds what backward needs of all tiles at once; its result goes to `recompute_tile`."""
+
+    def recompute_tile(
+        self, x: Tensor, tile: Tile, carry: Any, d_carry: Any, choices: Choices, opened: Any, side: SideLosses
+    ) -> Recomputed:
+        """The same tile with a graph and the choices as they were made; d_carry is None for the last tile."""
+
+    def warm_up_tile(self, x: Tensor, tile: Tile, d_carry: Any, opened: Any, side: SideLosses) -> Any:
+        """Adds the indexer's loss of a tile and its gradients; returns the gradient of the carry before it."""
+
+    def learns_to_select(self) -> bool:
+        """Whether the layer has an indexer that receives gradients."""
+
+    def trains(self) -> bool:
+        """Whether a parameter of this layer receives a gradient."""
+
+
+@runtime_checkable
+class ScanEnd(Protocol):
+    """What becomes of the last layer's output, the mean over its streams, tile by tile."""
+
+    reads_mean: bool
+    """Whether backward needs the mean, which is then kept: D x e bytes per token."""
+
+    def new_output(self, num_tokens: int) -> Tensor:
+        """The end's output, one row per token, to be filled in by the scan."""
+
+    def forward_tile(self, mean: Tensor, tile: Tile) -> Tensor:
+        """The output of one tile [T, ...], without a graph."""
+
+    def backward_tile(self, mean: Tensor | None, d_out: Tensor, tile: Tile) -> Tensor:
+        """Gradient of a tile's mean; the end's parameters accumulate theirs."""
+
+    def trains(self) -> bool:
+        """Whether a parameter of the end receives a gradient."""
+
+
+class MeanEnd:
+    """The mean itself is the output: what `scan_layers` returns where no other end is given."""
+
+    reads_mean = False
+
+    def __init__(self, like: Float[Tensor, "W D"]) -> None:
+        self._like = like
+
+    def new_output(self, num_tokens: int) -> Float[Tensor, "T D"]:
+        return self._like.new_empty(num_tokens, self._like.shape[1])
+
+    def forward_tile(self, mean: Float[Tensor, "T D"], tile: Tile) -> Float[Tensor, "T D"]:
+        return mean
+
+    def backward_tile(self, mean: Tensor | None, d_out: Float[Tensor, "T D"], tile: Tile) -> Tensor:
+        return d_out
+
+    def trains(self) -> bool:
+        return False
