@@ -3,10 +3,9 @@
 import pytest
 import torch
 
-from longstrand.bench._small_models import MODES, documents, gradients, losses, model, train_only
+from longstrand.bench._small_models import MODES, documents, losses, model, train_only
 from longstrand.data.pack import Pack
-from longstrand.memory import Levers, SideLosses
-from longstrand.memory.levers import kept_inputs, streams_at_once
+from longstrand.memory import Levers
 
 LENGTHS = (1, 23, 5, 40)
 KINDS = "KDDKKDK"  # DD: the second shares the first one's pools
@@ -46,3 +45,12 @@ def test_groups_of_layers_are_counted_from_the_lowest_that_trains():
         parameter.requires_grad_(name.startswith(("layers.2.mlp", "layers.5", "lm_head")))
     wanted = outcome(trained, "frozen", Levers(16))
     assert_same(outcome(trained, "frozen", Levers(16, 2)), wanted)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("tile", "keep_every"), [(16, 1), (5, 2), (100, 3)])
+def test_streams_on_a_disk_are_what_they_are_in_memory(mode, tile, keep_every, tmp_path):
+    trained = train_only(model(KINDS), *(["indexer"] if mode == "warmup" else []))
+    wanted = outcome(trained, mode, Levers(tile))
+    assert_same(outcome(trained, mode, Levers(tile, keep_every, "disk", str(tmp_path))), wanted)
+    assert list(tmp_path.iterdir()) == []

@@ -23,9 +23,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from longstrand.memory.levers import Levers, kept_inputs
+from longstrand.memory.levers import Levers, kept_inputs, streams_at_once
 from longstrand.memory.protocol import Choices, MeanEnd, Recomputed, ScanEnd, ScanLayer, SideLosses
-from longstrand.memory.streams import DeviceStreams, Stream, Streams
+from longstrand.memory.slots import Demand
+from longstrand.memory.store import open_streams
+from longstrand.memory.streams import Stream, Streams
 from longstrand.memory.tiles import PackLayout, Tile
 
 __all__ = ["Choices", "Recomputed", "ScanEnd", "ScanLayer", "SideLosses", "scan_layers"]
@@ -92,13 +94,23 @@ class _Walk:
     def forward(self, keep: bool) -> Tensor:
         """The end's output; with `keep`, what backward needs stays here."""
         self.first = self._first_trained() if keep else len(self.layers)
-        self.store: Streams = DeviceStreams(self.layout.num_tokens, self.embedding.detach())
+        self.store = self._open_store(keep)
         with ExitStack() as unless_kept:
             unless_kept.callback(self.store.close)
             out = self._forward(keep)
             if keep:
                 unless_kept.pop_all()
         return out
+
+    def _open_store(self, keep: bool) -> Streams:
+        width = self.embedding.shape[1]
+        number = streams_at_once(len(self.layers), self.first, self.levers.keep_every)
+        rows: dict[tuple[int, ...], int] = {(self.num_streams, width): number}
+        if keep and self.end.reads_mean:
+            rows[(width,)] = 1
+        like = self.embedding.detach()
+        demand = Demand(self.layout.num_tokens, self.levers.tile, like.dtype, rows)
+        return open_streams(self.levers, demand, like)
 
     def _forward(self, keep: bool) -> Tensor:
         out = self.end.new_output(self.layout.num_tokens)

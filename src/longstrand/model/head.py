@@ -35,8 +35,9 @@ class LogprobEnd:
 
     @torch.enable_grad()
     def backward_tile(
-        self, mean: Float[Tensor, "T D"], d_out: Float[Tensor, "T"], tile: Tile
+        self, mean: Float[Tensor, "T D"] | None, d_out: Float[Tensor, "T"], tile: Tile
     ) -> Float[Tensor, "T D"]:
+        assert mean is not None
         leaf = mean.detach().requires_grad_()
         torch.autograd.backward(self.forward_tile(leaf, tile), d_out)
         assert leaf.grad is not None

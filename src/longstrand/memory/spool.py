@@ -1,0 +1,227 @@
+"""A spool: one file of a pass for streams that no memory holds, read and written with direct I/O.
+
+The file is preallocated, so that a full disk shows before the pass begins; it is named after the process, locked while
+it is open, and removed when it is closed, at the latest when the process ends. A killed process leaves its file without
+its lock: the next one that opens a spool in the folder removes it.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import mmap
+import os
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from itertools import count
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from longstrand.errors import RunFailed
+from longstrand.memory.slots import PAGE, Transfer
+
+THREADS = 3
+_DIRECT = getattr(os, "O_DIRECT", 0)
+_NAME = "longstrand-{}.spool"
+_numbers = count()
+_log = logging.getLogger(__name__)
+
+
+class Spool:
+    """A medium in a file. Host memory: the tiles under way, each in whole pages of its own.
+
+    Args:
+        folder: made if it is not there; it stays.
+        num_bytes: allocated at once.
+        device: where loaded tiles go.
+
+    Raises:
+        RunFailed: the folder cannot be used, or has no room.
+    """
+
+    def __init__(self, folder: Path, num_bytes: int, device: torch.device) -> None:
+        self._device, self._num_bytes = device, num_bytes
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="spool")
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            remove_stale_spools(folder)
+            require_room(folder, num_bytes)
+            self.path, self._file = _create(folder)
+        except OSError as error:
+            raise RunFailed(
+                f"memory.spool = {folder}: a spool cannot be made there ({error.strerror}); "
+                "set memory.spool to a folder on a local disk"
+            ) from error
+        self._closed = weakref.finalize(self, _remove, self.path, self._file)
+        try:
+            _allocate(self._file, num_bytes)
+            _require_direct(self._file, folder)
+        except OSError as error:
+            self.close()
+            raise _failure(self.path, f"{num_bytes:,} bytes cannot be allocated", error) from error
+
+    def save(self, at: int, value: Tensor, dtype: torch.dtype) -> Transfer:
+        pages = _pages(value.numel() * dtype.itemsize)
+        torch.frombuffer(pages, dtype=dtype, count=value.numel()).view(value.shape).copy_(value)
+        return self._threads.submit(self._move, os.pwritev, pages, at)
+
+    def load(self, at: int, shape: tuple[int, ...], dtype: torch.dtype) -> Transfer:
+        pages = _pages(prod(shape) * dtype.itemsize)
+        moving = self._threads.submit(self._move, os.preadv, pages, at)
+        return _Load(
+            moving, torch.frombuffer(pages, dtype=dtype, count=prod(shape)).view(shape), self._device
+        )
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=True, cancel_futures=True)
+        self._closed()
+
+    def _move(self, move: Callable[..., int], pages: mmap.mmap, at: int) -> None:
+        """Reads or writes all of the pages; both give up the interpreter's lock."""
+        view, moved = memoryview(pages), 0
+        try:
+            while moved < len(view):
+                step = move(self._file, [view[moved:]], at + moved)
+                if step == 0:
+                    raise OSError(errno.EIO, "the file ends too early")
+                moved += step
+        except OSError as error:
+            verb = "written" if move is os.pwritev else "read"
+            what = f"{len(view):,} bytes at {at:,} of {self._num_bytes:,} cannot be {verb}"
+            raise _failure(self.path, what, error) from error
+
+
+def require_room(folder: Path, num_bytes: int) -> None:
+    """Refuses a spool that the folder's disk has no room for; writes nothing.
+
+    Raises:
+        RunFailed: naming both numbers.
+    """
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    disk = os.statvfs(there)
+    free = disk.f_bavail * disk.f_frsize
+    if num_bytes > free:
+        raise RunFailed(
+            f"memory.spool = {folder}: a pass needs {num_bytes:,} bytes there, and {free:,} are free; make room, "
+            "set memory.spool to a folder on another disk, raise memory.keep_every, or lower data.length"
+        )
+
+
+def remove_stale_spools(folder: Path) -> int:
+    """Removes spools that killed processes left, says so in one line, and returns the bytes freed.
+
+    A spool that a living process has open is locked and stays.
+    """
+    removed, freed = 0, 0
+    for path in sorted(folder.glob(_NAME.format("*"))):
+        try:
+            file = os.open(path, os.O_RDWR)
+        except OSError:  # removed meanwhile, or another user's
+            continue
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            size = os.fstat(file).st_blocks * 512
+            path.unlink()
+            removed, freed = removed + 1, freed + size
+        except OSError:  # locked
+            pass
+        finally:
+            os.close(file)
+    if removed:
+        _log.warning("%s: removed %d spools of killed runs and freed %s bytes", folder, removed, f"{freed:,}")
+    return freed
+
+
+def _create(folder: Path) -> tuple[Path, int]:
+    """A new file, open and locked; direct where the file system allows it."""
+    while True:
+        path = folder / _NAME.format(f"{os.getpid()}-{next(_numbers)}")
+        file = _open_new(path)
+        if file is None:
+            continue
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if path.exists() and os.path.samestat(os.stat(path), os.fstat(file)):
+                return path, file
+        except (
+            BlockingIOError
+        ):  # another process takes it for stale: it came between the opening and the lock
+            pass
+        os.close(file)
+
+
+def _open_new(path: Path) -> int | None:
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
+    try:
+        return os.open(path, flags | _DIRECT, 0o600)
+    except FileExistsError:
+        return None
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+    path.unlink(missing_ok=True)  # some systems have made the file when they refuse direct I/O
+    return os.open(path, flags, 0o600)
+
+
+def _allocate(file: int, num_bytes: int) -> None:
+    if num_bytes:
+        os.posix_fallocate(file, 0, num_bytes)
+
+
+def _require_direct(file: int, folder: Path) -> None:
+    """Tries one page; where direct I/O is refused, the spool goes through the page cache, and that is said."""
+    flags = fcntl.fcntl(file, fcntl.F_GETFL)
+    try:
+        os.pwritev(file, [_pages(PAGE)], 0)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        fcntl.fcntl(file, fcntl.F_SETFL, flags & ~_DIRECT)
+    if not fcntl.fcntl(file, fcntl.F_GETFL) & _DIRECT:
+        _say_buffered(folder)
+
+
+@cache
+def _say_buffered(folder: Path) -> None:
+    """Once for each folder."""
+    _log.warning(
+        "memory.spool = %s: this file system refuses direct I/O; the spool goes through the page cache, about a third "
+        "as fast",
+        folder,
+    )
+
+
+def _remove(path: Path, file: int) -> None:
+    path.unlink(missing_ok=True)
+    os.close(file)
+
+
+def _pages(num_bytes: int) -> mmap.mmap:
+    """Whole pages of their own: aligned as direct I/O asks, and given back to the system when dropped."""
+    return mmap.mmap(-1, -(-num_bytes // PAGE) * PAGE)
+
+
+def _failure(path: Path, what: str, error: OSError) -> RunFailed:
+    return RunFailed(
+        f"{path}: {what} ({error.strerror}); make room, or set memory.spool to a folder on another disk, and start "
+        "again (a run goes on with --resume)"
+    )
+
+
+@dataclass(frozen=True)
+class _Load:
+    moving: Future[None]
+    tile: Tensor
+    device: torch.device
+
+    def result(self) -> Any:
+        self.moving.result()
+        return self.tile.to(self.device)
