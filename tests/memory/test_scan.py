@@ -53,13 +53,14 @@ class Leaky:
         return self.rows(x, tile.offsets, carry)
 
     def keep(self, carry):
-        return carry
+        return [carry]
 
     def reopen(self, read, tiles, layout):
         return None
 
-    def recompute_tile(self, x, tile, carry, d_carry, choices, opened, side):
+    def recompute_tile(self, x, tile, kept, d_carry, choices, opened, side):
         self.calls.append(("back", tile.start, tile.stop))
+        (carry,) = kept
         with torch.enable_grad():
             x, carry = x.detach().requires_grad_(), carry.detach().requires_grad_()
             y, after = self.rows(x, tile.offsets, carry)

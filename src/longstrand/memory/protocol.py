@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -86,14 +86,21 @@ class ScanLayer(Protocol):
     ) -> tuple[Tensor, Any]:
         """`forward_tile` once more with the choices as they were made: bit for bit, and nothing is counted."""
 
-    def keep(self, carry: Any) -> Any:
-        """What backward needs of the carry at a tile border; None where `reopen` rebuilds it."""
+    def keep(self, carry: Any) -> Sequence[Tensor]:
+        """What `recompute_tile` needs of the carry at a tile border: equal shapes for all tiles, maybe nothing."""
 
     def reopen(self, read: Callable[[Tile], Tensor], layout: PackLayout, tile_size: int) -> Any:
         """Rebuilds what backward needs of all tiles at once; its result goes to `recompute_tile`."""
 
     def recompute_tile(
-        self, x: Tensor, tile: Tile, carry: Any, d_carry: Any, choices: Choices, opened: Any, side: SideLosses
+        self,
+        x: Tensor,
+        tile: Tile,
+        kept: Sequence[Tensor],
+        d_carry: Any,
+        choices: Choices,
+        opened: Any,
+        side: SideLosses,
     ) -> Recomputed:
         """The same tile with a graph and the choices as they were made; d_carry is None for the last tile."""
 

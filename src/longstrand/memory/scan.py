@@ -23,6 +23,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from longstrand.memory.borders import Borders
 from longstrand.memory.levers import Levers, kept_inputs, streams_at_once
 from longstrand.memory.protocol import Choices, MeanEnd, Recomputed, ScanEnd, ScanLayer, SideLosses
 from longstrand.memory.slots import Demand
@@ -86,7 +87,7 @@ class _Walk:
     side: SideLosses
     end: ScanEnd
     inputs: dict[int, Stream] = field(default_factory=dict)
-    carries: dict[int, list[Any]] = field(default_factory=dict)
+    borders: dict[int, Borders] = field(default_factory=dict)
     choices: dict[int, Choices] = field(default_factory=dict)
     mean: Stream | None = None
     d_embedding: Tensor | None = None
@@ -137,16 +138,16 @@ class _Walk:
         layer, kept = self.layers[index], index >= self.first
         below = self.choices.get(index - 1, {})
         choices = layer.new_choices(self.layout.num_tokens, self.embedding.device, below)
-        carry, carries = layer.start(self.layout), []
+        carry, borders = layer.start(self.layout), Borders(self.layout.num_tiles(self.levers.tile))
         for tile in self.layout.tiles(self.levers.tile):
             if kept:
-                carries.append(layer.keep(carry))
+                borders.push(layer.keep(carry))
             rows = _rows(choices, tile)
             y, carry = layer.forward_tile(self._read(source, tile), tile, carry, rows, self.side)
             put(tile, y)
         self.choices[index] = choices
         if kept:
-            self.carries[index] = carries
+            self.borders[index] = borders
         else:
             self.choices.pop(index - 1, None)
 
@@ -184,14 +185,14 @@ class _Walk:
     def _backward_layer(self, index: int, above: Callable[[Tile], Tensor]) -> Stream | None:
         """Walks one layer back; its input's stream then holds the gradient of that input."""
         layer, stream = self.layers[index], self.inputs.pop(index, None)
-        choices, carries = self.choices.pop(index), self.carries.pop(index)
+        choices, borders = self.choices.pop(index), self.borders.pop(index)
         opened = layer.reopen(partial(self._read, stream), self.layout, self.levers.tile)
         d_carry = None
         for tile in self.layout.tiles_back(self.levers.tile):
             done = layer.recompute_tile(
                 self._read(stream, tile),
                 tile,
-                carries.pop(),
+                borders.pop(),
                 d_carry,
                 _rows(choices, tile),
                 opened,
@@ -241,7 +242,7 @@ class _Walk:
                     d_carry = layer.warm_up_tile(read(tile), tile, d_carry, opened, self.side)
             if (done := self.inputs.pop(index, None)) is not None:
                 done.free()
-            del self.choices[index], self.carries[index]
+            del self.choices[index], self.borders[index]
 
     def _read(self, stream: Stream | None, tile: Tile) -> Tensor:
         """A tile of a layer's input; that of the first layer is the embedding copied to all streams."""

@@ -63,6 +63,9 @@ class PackLayout:
             first=first if bool(first.any()) else None,
         )
 
+    def num_tiles(self, size: int) -> int:
+        return -(-self.num_tokens // size)
+
     def tiles(self, size: int) -> Iterator[Tile]:
         """All tiles of at most `size` tokens, first to last."""
         for start in range(0, self.num_tokens, size):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from longstrand.architecture import Architecture
+from longstrand.memory.borders import Borders
 from longstrand.memory.scan import Choices, Recomputed, SideLosses
 from longstrand.memory.tiles import PackLayout, Tile
 from longstrand.model.dsa import Dsa, DsaCarry
@@ -164,8 +165,8 @@ class KdaLayer(_Layer):
         out, carry = self.self_attn(h, tile, carry)
         return mhc_update(x, out, post, comb), carry
 
-    def keep(self, carry: KdaCarry) -> KdaCarry:
-        return carry
+    def keep(self, carry: KdaCarry) -> tuple[Tensor, Tensor]:
+        return carry.tail, carry.state
 
     def reopen(self, read: Callable[[Tile], Tensor], layout: PackLayout, tile_size: int) -> None:
         return None
@@ -175,13 +176,13 @@ class KdaLayer(_Layer):
         self,
         x: Float[Tensor, "T R D"],
         tile: Tile,
-        carry: KdaCarry,
+        kept: Sequence[Tensor],
         d_carry: KdaCarry | None,
         choices: Choices,
         opened: Any,
         side: SideLosses,
     ) -> Recomputed:
-        cut, before, ends = _Cut(x, self._enter_mixer), carry.leaf(), _Ends()
+        cut, before, ends = _Cut(x, self._enter_mixer), KdaCarry(*kept).leaf(), _Ends()
         h, post, comb = cut.leaves
         out, after = self.self_attn(h, tile, before)
         y = self._feed_forward_again(mhc_update(cut.x, out, post, comb), choices, side, ends)
@@ -200,9 +201,14 @@ class KdaLayer(_Layer):
 class _Opened:
     """A DSA layer's buffers during its walk back, and their gradients in float32."""
 
-    carries: dict[int, DsaCarry]  # by the start of the tile that it enters; all share their buffers
+    appended: DsaCarry  # after the last tile
+    tails: Borders
     latents: Tensor  # gradient of the latents, complete for a tile once all later tiles are done
     pool_keys: Tensor
+
+    def enter_last(self) -> DsaCarry:
+        """The carry that the last tile not yet walked back enters."""
+        return replace(self.appended, tail=self.tails.pop()[0])
 
 
 class DsaLayer(_Layer):
@@ -246,31 +252,31 @@ class DsaLayer(_Layer):
             out, _ = attention.attend(attention.queries(q_resid), carry, None, choices["pools"], tile)
         return mhc_update(x, attention.project(out), post, comb), carry
 
-    def keep(self, carry: DsaCarry) -> None:
+    def keep(self, carry: DsaCarry) -> tuple[()]:
         """Nothing: `reopen` appends again."""
+        return ()
 
     def reopen(self, read: Callable[[Tile], Tensor], layout: PackLayout, tile_size: int) -> _Opened:
-        attention, carry, carries = self.self_attn, self.start(layout), {}
+        attention, carry, tails = self.self_attn, self.start(layout), Borders(layout.num_tiles(tile_size))
         with torch.no_grad():
             for tile in layout.tiles(tile_size):
-                carries[tile.start] = carry
+                tails.push([carry.tail])
                 carry = attention.append(self._enter_mixer(read(tile))[0], tile, carry)
-        return _Opened(
-            carries, attention.new_gradient(carry.latents), attention.new_gradient(carry.pool_keys)
-        )
+        d_latents, d_pool_keys = map(attention.new_gradient, (carry.latents, carry.pool_keys))
+        return _Opened(carry, tails, d_latents, d_pool_keys)
 
     @torch.enable_grad()
     def recompute_tile(
         self,
         x: Float[Tensor, "T R D"],
         tile: Tile,
-        carry: None,
+        kept: Sequence[Tensor],
         d_carry: Tensor | None,
         choices: Choices,
         opened: _Opened,
         side: SideLosses,
     ) -> Recomputed:
-        attention, entered = self.self_attn, opened.carries[tile.start]
+        attention, entered = self.self_attn, opened.enter_last()
         cut, ends = _Cut(x, self._enter_mixer), _Ends()
         h, post, comb = cut.leaves
         latents = attention.latents(h)
@@ -298,7 +304,7 @@ class DsaLayer(_Layer):
     def warm_up_tile(
         self, x: Float[Tensor, "T R D"], tile: Tile, d_carry: Tensor | None, opened: _Opened, side: SideLosses
     ) -> Tensor:
-        attention, carry = self.self_attn, opened.carries[tile.start]
+        attention, carry = self.self_attn, opened.enter_last()
         with torch.no_grad():
             h = self._enter_mixer(x)[0]
             q_resid = attention.query_residual(h)

@@ -70,11 +70,11 @@ class Model(nn.Module):
         Returns:
             float32, or float64 for a float64 model.
         """
-        weights: list[Tensor] = [self.norm.weight, self.lm_head.weight]
+        scale: Tensor = self.norm.weight
+        head: Tensor = self.lm_head.weight
         if _warms_up(side):
-            weights = [weight.detach() for weight in weights]
-        targets = pack.targets.to(self.norm.weight.device)
-        end = LogprobEnd(*weights, targets, self.architecture.rms_norm_eps)
+            scale, head = scale.detach(), head.detach()
+        end = LogprobEnd(scale, head, pack.targets.to(head.device), self.architecture.rms_norm_eps)
         return self._scan(pack, levers or Levers(tile), side or SideLosses(), end)
 
     def _scan(self, pack: Pack, levers: Levers, side: SideLosses, end: ScanEnd | None) -> Tensor:
