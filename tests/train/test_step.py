@@ -22,7 +22,7 @@ class Table(Model):
         self.cost = nn.Parameter(torch.tensor(costs))
         self.power = power
 
-    def token_logprobs(self, pack, tile=1024, side=None):
+    def token_logprobs(self, pack, tile=1024, side=None, levers=None):
         return torch.where(pack.targets >= 0, -(self.cost[pack.targets.clamp(min=0)] ** self.power), 0.0)
 
     def groups(self):
@@ -36,7 +36,7 @@ class Gradient(Table):
         super().__init__([0.0] * len(gradient))
         self.gradient = gradient
 
-    def token_logprobs(self, pack, tile=1024, side=None):
+    def token_logprobs(self, pack, tile=1024, side=None, levers=None):
         return -(self.cost @ self.gradient).expand(len(pack))
 
 
@@ -179,8 +179,8 @@ def test_bias_balance_follows_the_counts_of_the_whole_step_in_every_layer():
     counted = []
     plain = Model.token_logprobs
 
-    def counting(self, pack, tile=1024, side=None):
-        out = plain(self, pack, tile, side)
+    def counting(self, pack, tile=1024, side=None, levers=None):
+        out = plain(self, pack, tile, side, levers)
         counted.append({layer: count.clone() for layer, count in side.expert_counts.items()})
         return out
 

@@ -42,6 +42,9 @@ _ELSEWHERE = {
     "precision": "run.dtype",
     "model_name_or_path": "model.path",
     "chunk_size": "memory.tile",
+    "gradient_checkpointing": "memory.keep_every",
+    "cpu_offload": "memory.offload",
+    "offload_folder": "memory.spool",
 }
 
 

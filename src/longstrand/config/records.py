@@ -157,11 +157,44 @@ class TrainSection(Record):
 
 
 class MemorySection(Record):
-    """What bounds memory."""
+    """What bounds memory; nothing here changes a result.
+
+    Bytes per token of L layers with R streams of width D, e bytes per value: docs/memory.md has all terms.
+    """
 
     tile: int = Field(
         1024, ge=1, description="tokens computed at once; changes speed and memory, not results"
     )
+    keep_every: int = Field(
+        1,
+        ge=1,
+        description="layer inputs kept: of layers 0, k, 2k, ...; (L / k + k - 2) R D e bytes per token instead of "
+        "(L - 1) R D e, for one more forward of most layers between",
+    )
+    offload: Literal["none", "host", "disk"] = Field(
+        "none",
+        description="where layer inputs, last mean and running gradient live: the device, a GPU's host, or a file; "
+        "the same bytes per token leave the device, or memory",
+    )
+    optimizer: Literal["device", "host"] = Field(
+        "device",
+        description="where AdamW's moments and float32 masters live and move: host takes 8 to 12 bytes per "
+        "parameter off a GPU",
+    )
+    spool: Place | None = Field(
+        None,
+        description='folder of the file of offload = "disk", best on a local disk; absent: spool in run.out',
+        examples=["/scratch/spool"],
+    )
+
+    @model_validator(mode="after")
+    def _spool_is_used(self) -> MemorySection:
+        if self.spool is not None and self.offload != "disk":
+            raise ValueError(
+                f'spool = "{self.spool}": offload = "{self.offload}" writes no file; set offload = "disk", or remove '
+                "spool"
+            )
+        return self
 
 
 class KernelsSection(Record):

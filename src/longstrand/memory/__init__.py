@@ -1,7 +1,7 @@
 """What bounds the memory of a step: the scan over tiles and its levers."""
 
-from longstrand.memory.levers import Levers
+from longstrand.memory.levers import Levers, levers_of
 from longstrand.memory.protocol import Recomputed, ScanEnd, ScanLayer, SideLosses
 from longstrand.memory.scan import scan_layers
 
-__all__ = ["Levers", "Recomputed", "ScanEnd", "ScanLayer", "SideLosses", "scan_layers"]
+__all__ = ["Levers", "Recomputed", "ScanEnd", "ScanLayer", "SideLosses", "levers_of", "scan_layers"]

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
+
+from longstrand.config import MemorySection
 
 Offload = Literal["none", "host", "disk"]
 
@@ -36,6 +39,14 @@ class Levers:
             raise ValueError(f'offload must be "none", "host" or "disk", got {self.offload!r}')
         if (self.offload == "disk") != (self.spool is not None):
             raise ValueError('spool is the folder of offload = "disk": give both or none')
+
+
+def levers_of(settings: MemorySection, run: str | Path) -> Levers:
+    """The levers that a recipe asks for; the spool of a run is in its folder unless the recipe says where."""
+    spool = settings.spool or str(Path(run) / "spool")
+    return Levers(
+        settings.tile, settings.keep_every, settings.offload, spool if settings.offload == "disk" else None
+    )
 
 
 def kept_inputs(num_layers: int, first: int, keep_every: int) -> set[int]:

@@ -24,14 +24,13 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from longstrand.memory.borders import Borders
-from longstrand.memory.levers import Levers, kept_inputs, streams_at_once
+from longstrand.memory.levers import Levers, kept_inputs
 from longstrand.memory.protocol import Choices, MeanEnd, Recomputed, ScanEnd, ScanLayer, SideLosses
-from longstrand.memory.slots import Demand
-from longstrand.memory.store import open_streams
+from longstrand.memory.store import open_streams, pass_demand
 from longstrand.memory.streams import Stream, Streams
 from longstrand.memory.tiles import PackLayout, Tile
 
-__all__ = ["Choices", "Recomputed", "ScanEnd", "ScanLayer", "SideLosses", "scan_layers"]
+__all__ = ["Choices", "Recomputed", "ScanEnd", "ScanLayer", "SideLosses", "first_trained", "scan_layers"]
 
 
 def scan_layers(
@@ -58,6 +57,13 @@ def scan_layers(
             return walk.forward(keep=False)
     anchor = torch.zeros((), requires_grad=True, device=embedding.device)
     return _Scan.apply(embedding, anchor, walk)
+
+
+def first_trained(embedding: Tensor, layers: Sequence[ScanLayer]) -> int:
+    """The lowest layer with something to train, at which the walk back ends; their number where none has."""
+    if embedding.requires_grad:
+        return 0
+    return next((index for index, layer in enumerate(layers) if layer.trains()), len(layers))
 
 
 class _Scan(torch.autograd.Function):
@@ -94,7 +100,7 @@ class _Walk:
 
     def forward(self, keep: bool) -> Tensor:
         """The end's output; with `keep`, what backward needs stays here."""
-        self.first = self._first_trained() if keep else len(self.layers)
+        self.first = first_trained(self.embedding, self.layers) if keep else len(self.layers)
         self.store = self._open_store(keep)
         with ExitStack() as unless_kept:
             unless_kept.callback(self.store.close)
@@ -104,14 +110,16 @@ class _Walk:
         return out
 
     def _open_store(self, keep: bool) -> Streams:
-        width = self.embedding.shape[1]
-        number = streams_at_once(len(self.layers), self.first, self.levers.keep_every)
-        rows: dict[tuple[int, ...], int] = {(self.num_streams, width): number}
-        if keep and self.end.reads_mean:
-            rows[(width,)] = 1
-        like = self.embedding.detach()
-        demand = Demand(self.layout.num_tokens, self.levers.tile, like.dtype, rows)
-        return open_streams(self.levers, demand, like)
+        demand = pass_demand(
+            self.embedding.detach(),
+            self.layout.num_tokens,
+            self.levers,
+            num_layers=len(self.layers),
+            streams=self.num_streams,
+            first=self.first,
+            keeps_mean=keep and self.end.reads_mean,
+        )
+        return open_streams(self.levers, demand, self.embedding.detach())
 
     def _forward(self, keep: bool) -> Tensor:
         out = self.end.new_output(self.layout.num_tokens)
@@ -253,12 +261,6 @@ class _Walk:
 
     def _new_stream(self) -> Stream:
         return self.store.new(self.num_streams, self.embedding.shape[1])
-
-    def _first_trained(self) -> int:
-        """The walk back ends at the lowest layer with something to train."""
-        if self.embedding.requires_grad:
-            return 0
-        return next((i for i, layer in enumerate(self.layers) if layer.trains()), len(self.layers))
 
 
 def _rows(choices: Choices, tile: Tile) -> Choices:

@@ -1,4 +1,4 @@
-"""Opens the streams of a pass where its levers say."""
+"""The streams of a pass: how many it has at once, and where its levers put them."""
 
 from __future__ import annotations
 
@@ -9,10 +9,35 @@ from torch import Tensor
 
 from longstrand.errors import UserError
 from longstrand.memory.host import HostSlots
-from longstrand.memory.levers import Levers
+from longstrand.memory.levers import Levers, streams_at_once
 from longstrand.memory.slots import Demand, SlottedStreams
 from longstrand.memory.spool import Spool
 from longstrand.memory.streams import DeviceStreams, Streams
+
+
+def pass_demand(
+    like: Tensor,
+    num_tokens: int,
+    levers: Levers,
+    *,
+    num_layers: int,
+    streams: int,
+    first: int,
+    keeps_mean: bool,
+) -> Demand:
+    """The streams that a pass has at once: layer inputs of R x D values per token, and the last mean of D.
+
+    Args:
+        like: the embedding [W, D].
+        first: the lowest layer that trains; `num_layers` for a pass without backward.
+    """
+    width = like.shape[1]
+    rows: dict[tuple[int, ...], int] = {
+        (streams, width): streams_at_once(num_layers, first, levers.keep_every)
+    }
+    if keeps_mean:
+        rows[(width,)] = 1
+    return Demand(num_tokens, levers.tile, like.dtype, rows)
 
 
 def open_streams(levers: Levers, demand: Demand, like: Tensor) -> Streams:

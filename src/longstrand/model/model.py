@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from longstrand.architecture import Architecture
 from longstrand.data.pack import Pack
 from longstrand.memory import Levers, ScanEnd, SideLosses, scan_layers
+from longstrand.memory.scan import first_trained
+from longstrand.memory.store import pass_demand
 from longstrand.memory.tiles import PackLayout
 from longstrand.model.block import DsaLayer, KdaLayer
 from longstrand.model.head import LogprobEnd
@@ -92,6 +94,19 @@ class Model(nn.Module):
             side=side,
             end=end,
         )
+
+    def stream_bytes(self, num_tokens: int, levers: Levers) -> int:
+        """Bytes that the streams of a training pass take wherever the levers put them."""
+        demand = pass_demand(
+            self.embed_tokens.weight,
+            num_tokens,
+            levers,
+            num_layers=len(self.layers),
+            streams=self.architecture.hc_mult,
+            first=first_trained(self.embed_tokens.weight, list(self.layers)),  # type: ignore[arg-type]
+            keeps_mean=True,
+        )
+        return demand.num_bytes
 
     def groups(self) -> dict[str, list[str]]:
         """Parameter names by the group that a recipe trains or freezes."""

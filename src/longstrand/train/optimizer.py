@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from longstrand.config import TrainSection
 from longstrand.errors import UserError
+from longstrand.ops.precision import wide_dtype
 
 
 def trained_names(groups: dict[str, list[str]], settings: TrainSection) -> list[str]:
@@ -61,6 +62,7 @@ class Optimizer:
             for name, parameter in self.parameters.items()
             if parameter.element_size() < 4
         }
+        self.copies = self._copies()
         self.updates = 0
         decayed = [name for name in names if _decays(name, parameters[name])]
         kept = [name for name in names if not _decays(name, parameters[name])]
@@ -83,11 +85,11 @@ class Optimizer:
 
     def gradients(self) -> dict[str, Tensor]:
         """The gradient of each trained parameter; one that nothing reached becomes a tensor of zeros."""
-        for name, parameter in self.parameters.items():
+        for parameter in self.parameters.values():
             if parameter.grad is None:
                 if parameter.element_size() < 4:
                     parameter.grad_dtype = torch.float32
-                parameter.grad = torch.zeros_like(self._updated(name))
+                parameter.grad = torch.zeros_like(parameter, dtype=wide_dtype(parameter.dtype))
         return {name: parameter.grad for name, parameter in self.parameters.items()}  # type: ignore[misc]
 
     @torch.no_grad()
@@ -96,12 +98,12 @@ class Optimizer:
         for group in self._adamw.param_groups:
             group["lr"] = learning_rate
         gradients = self.gradients()
-        for name, master in self.masters.items():
-            master.grad = gradients[name].float()
+        for name, copy in self.copies.items():
+            copy.grad = gradients[name].to(copy)
         self._adamw.step()
-        for name, master in self.masters.items():
-            master.grad = None
-            self.parameters[name].copy_(master)
+        for name, copy in self.copies.items():
+            copy.grad = None
+            self.parameters[name].copy_(copy)
         self.updates += 1
 
     def clear_gradients(self) -> None:
@@ -124,8 +126,50 @@ class Optimizer:
         for name in self.parameters:
             self._adamw.state[self._updated(name)]["step"].fill_(updates)
 
+    def _copies(self) -> dict[str, Tensor]:
+        """What AdamW moves where it is not the parameter itself."""
+        return self.masters
+
     def _updated(self, name: str) -> Tensor:
-        return self.masters.get(name, self.parameters[name])
+        return self.copies.get(name, self.parameters[name])
+
+
+class HostOptimizer(Optimizer):
+    """The same with its state in host memory, for parameters on another device; AdamW runs on the CPU.
+
+    Device memory: nothing beside parameters and gradients. Host memory: 12 bytes per trained parameter for the moments
+    and a float32 copy, 4 more for gradients during a step (float64: 24, 8). Per step the gradients go to the host and
+    the parameters come back. A checkpoint has the same tensors as without it.
+
+    Args:
+        threads: CPU threads of the step, whatever torch runs with elsewhere.
+    """
+
+    def __init__(self, model: nn.Module, names: list[str], settings: TrainSection, threads: int) -> None:
+        super().__init__(model, names, settings)
+        self._threads = threads
+
+    @torch.no_grad()
+    def step(self, learning_rate: float) -> None:
+        for name in self.copies.keys() - self.masters.keys():
+            self.copies[name].copy_(
+                self.parameters[name]
+            )  # a checkpoint may have been loaded into the parameter
+        before = torch.get_num_threads()
+        torch.set_num_threads(self._threads)
+        try:
+            super().step(learning_rate)
+        finally:
+            torch.set_num_threads(before)
+
+    def _copies(self) -> dict[str, Tensor]:
+        self.masters = {name: master.cpu() for name, master in self.masters.items()}
+        others = self.parameters.keys() - self.masters.keys()
+        return self.masters | {
+            name: torch.empty_like(self.parameters[name], device="cpu", requires_grad=False)
+            for name in self.parameters
+            if name in others
+        }
 
 
 def _decays(name: str, parameter: Tensor) -> bool:

@@ -104,6 +104,7 @@ def resolve_recipe(recipe: Recipe) -> Recipe:
                     "cache": _absolute(data.cache),
                 }
             ),
+            "memory": recipe.memory.model_copy(update={"spool": _absolute(recipe.memory.spool)}),
             "evaluate": evaluate.model_copy(
                 update={"sources": [_resolve_source(source) for source in evaluate.sources]}
             ),

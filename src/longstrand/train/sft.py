@@ -14,12 +14,14 @@ from longstrand.atomic import write_atomic
 from longstrand.config import Recipe
 from longstrand.data import open_data
 from longstrand.errors import UserError
-from longstrand.model import kernels, load_model
+from longstrand.memory import levers_of
+from longstrand.model import Model, kernels, load_model
 from longstrand.peak_memory import SOURCE, PeakMemory
 from longstrand.state import checkpoint_bytes, require_space
 from longstrand.train.evaluation import evaluate_once, evaluation_packs
+from longstrand.train.levers import check_levers, clean_spool
 from longstrand.train.metrics import Metrics, open_sinks
-from longstrand.train.optimizer import Optimizer, freeze_all_but, trained_names
+from longstrand.train.optimizer import HostOptimizer, Optimizer, freeze_all_but, trained_names
 from longstrand.train.progress import Progress, logged_to
 from longstrand.train.run_folder import (
     check_unused,
@@ -72,6 +74,7 @@ def train(recipe: Recipe, *, resume: bool = False, dry_run: bool = False) -> Pat
 
         # 2. Data, model and optimizer, as they were where a stopped run was.
         with stop.leaving_at_once("no step was taken; start it again"):
+            clean_spool(resolved)
             training = prepare(resolved)
             packs = evaluation_packs(resolved, training.data)
             restore(run, training, resolved.train.steps)
@@ -119,9 +122,16 @@ def prepare(recipe: Recipe) -> Training:
     _require_effect(recipe, model.architecture)
     names = trained_names(model.groups(), recipe.train)
     freeze_all_but(model, names)
-    training = Training(model, Optimizer(model, names, recipe.train), data, loader)
+    check_levers(recipe, model)
+    training = Training(model, _optimizer(recipe, model, names), data, loader)
     _describe(recipe, training)
     return training
+
+
+def _optimizer(recipe: Recipe, model: Model, names: list[str]) -> Optimizer:
+    if recipe.memory.optimizer == "host":
+        return HostOptimizer(model, names, recipe.train, recipe.run.threads or torch.get_num_threads())
+    return Optimizer(model, names, recipe.train)
 
 
 def _require_effect(recipe: Recipe, shape: Architecture) -> None:
@@ -148,15 +158,14 @@ def _take_steps(
 ) -> None:
     """The loop: data, step, record, and a checkpoint where one is due or a signal came."""
     settings = recipe.train
+    levers = levers_of(recipe.memory, run)
     timer = StepTimer(settings.steps, memory)
     sinks = open_sinks(run, recipe.run.sinks, training.step)
     with Metrics(run, sinks) as metrics, Progress(console, settings.steps, training.step) as progress:
         while training.step < settings.steps:
             timer.start()
             step, packs = training.step + 1, training.loader.next_step()
-            result = take_step(
-                training.model, packs, training.optimizer, settings, step=step, tile=recipe.memory.tile
-            )
+            result = take_step(training.model, packs, training.optimizer, settings, step=step, levers=levers)
             training.step = step
             record = timer.record(step, result)
             metrics.write(record)

@@ -12,6 +12,7 @@ from torch import Tensor
 from longstrand.config import TrainSection
 from longstrand.data import Pack
 from longstrand.errors import CheckFailed
+from longstrand.memory import Levers
 from longstrand.model import Model, SideLosses
 from longstrand.train.optimizer import Optimizer
 from longstrand.train.schedule import learning_rate
@@ -53,7 +54,14 @@ class _Backward:
 
 
 def take_step(
-    model: Model, packs: Sequence[Pack], optimizer: Optimizer, settings: TrainSection, *, step: int, tile: int
+    model: Model,
+    packs: Sequence[Pack],
+    optimizer: Optimizer,
+    settings: TrainSection,
+    *,
+    step: int,
+    tile: int = 1024,
+    levers: Levers | None = None,
 ) -> StepResult:
     """Moves the weights by one step.
 
@@ -67,9 +75,11 @@ def take_step(
         packs: the sequences of the step.
         step: counted from 1; decides the learning rate and stands in errors.
         tile: tokens computed at once.
+        levers: what bounds memory, the tile among it; replaces `tile`.
 
     Raises:
         CheckFailed: a loss or gradient is not finite. The optimizer has not moved.
+        RunFailed: a spool cannot be made, written or read. The optimizer has not moved.
     """
     tokens = sum(len(pack) for pack in packs)
     targets = sum(int((pack.weight > 0).sum()) for pack in packs)
@@ -78,7 +88,7 @@ def take_step(
         return StepResult(tokens, targets, rate)
 
     # 1. Gradients of one mean over all packs, and their common norm.
-    done = _backward(model, packs, settings, step, tile)
+    done = _backward(model, packs, settings, step, levers or Levers(tile))
     norm = _clip(optimizer.gradients(), settings.clip, step)
 
     # 2. The weights move, then the router's bias.
@@ -105,7 +115,9 @@ def move_router_bias(model: Model, counts: Counts, rate: float) -> None:
         bias += rate * (count.sum() - count * len(count)).sign().to(bias.dtype)
 
 
-def _backward(model: Model, packs: Sequence[Pack], settings: TrainSection, step: int, tile: int) -> _Backward:
+def _backward(
+    model: Model, packs: Sequence[Pack], settings: TrainSection, step: int, levers: Levers
+) -> _Backward:
     """Adds up the gradients pack by pack.
 
     The indexer's loss is a mean over DSA layers and the step's rows with a complete pool. The router's auxiliary
@@ -115,7 +127,7 @@ def _backward(model: Model, packs: Sequence[Pack], settings: TrainSection, step:
     num_layers = model.architecture.layer_types.count("indexed_attention")
     rows = max(num_layers * sum(pack.indexer_rows(model.architecture.index_kpool) for pack in packs), 1)
     aux = settings.balance == "aux"
-    shares = _count_experts(model, packs, tile) if aux and len(packs) > 1 else None
+    shares = _count_experts(model, packs, levers) if aux and len(packs) > 1 else None
     loss, kl = 0.0, 0.0
     counts: dict[int, Tensor] = {}
     for number, pack in enumerate(packs, start=1):
@@ -124,7 +136,7 @@ def _backward(model: Model, packs: Sequence[Pack], settings: TrainSection, step:
             indexer_scale=settings.indexer_weight / rows,
             aux_scale=settings.balance_rate if aux else 0.0,
         )
-        logprobs = model.token_logprobs(pack, tile=tile, side=side)
+        logprobs = model.token_logprobs(pack, side=side, levers=levers)
         counts = _added(counts, side.expert_counts)
         side.expert_counts = shares or side.expert_counts
         part = -(logprobs.double() * pack.weight.double()).sum() / total_weight
@@ -136,11 +148,11 @@ def _backward(model: Model, packs: Sequence[Pack], settings: TrainSection, step:
 
 
 @torch.no_grad()
-def _count_experts(model: Model, packs: Sequence[Pack], tile: int) -> dict[int, Tensor]:
+def _count_experts(model: Model, packs: Sequence[Pack], levers: Levers) -> dict[int, Tensor]:
     counts: dict[int, Tensor] = {}
     for pack in packs:
         side = SideLosses()
-        model.token_logprobs(pack, tile=tile, side=side)
+        model.token_logprobs(pack, side=side, levers=levers)
         counts = _added(counts, side.expert_counts)
     return counts
 

@@ -1,0 +1,61 @@
+"""The memory levers of a run, refused at the start where they would have no effect or no room."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from longstrand.config import Recipe
+from longstrand.errors import UserError
+from longstrand.memory import levers_of
+from longstrand.memory.levers import streams_at_once
+from longstrand.memory.scan import first_trained
+from longstrand.memory.spool import remove_stale_spools, require_room
+from longstrand.memory.store import require_other_memory
+from longstrand.model import Model
+
+_log = logging.getLogger(__name__)
+
+
+def check_levers(recipe: Recipe, model: Model) -> None:
+    """Judges `[memory]` of a resolved recipe by a model whose frozen parameters are marked; says what a spool takes.
+
+    Raises:
+        UserError: a lever that cannot apply.
+        RunFailed: the spool of the longest sequence has no room.
+    """
+    settings, weight = recipe.memory, model.embed_tokens.weight
+    for name, value in (("offload", settings.offload), ("optimizer", settings.optimizer)):
+        if value == "host":
+            require_other_memory(name, weight.device)
+    layers = list(model.layers)
+    first = first_trained(weight, layers)  # type: ignore[arg-type]
+    _require_fewer_streams(settings.keep_every, len(layers), first)
+    levers = levers_of(settings, recipe.run.out)
+    if levers.spool is not None:
+        num_bytes = model.stream_bytes(recipe.data.length, levers)
+        require_room(Path(levers.spool), num_bytes)
+        _log.info("a pass writes up to %.1f MB to its spool in %s", num_bytes / 1e6, levers.spool)
+
+
+def clean_spool(recipe: Recipe) -> None:
+    """Removes what a killed run left in the folder of this run's spool."""
+    spool = levers_of(recipe.memory, recipe.run.out).spool
+    if spool is not None:
+        remove_stale_spools(Path(spool))
+
+
+def _require_fewer_streams(keep_every: int, num_layers: int, first: int) -> None:
+    """Recomputing layers must save something: going back, a group holds keep_every - 1 inputs of its own."""
+    if keep_every == 1:
+        return
+    most = {k: streams_at_once(num_layers, first, k) for k in range(1, num_layers + 1)}
+    if keep_every > num_layers:
+        problem = f"this model has {num_layers} layers"
+    elif most[keep_every] >= most[1]:
+        problem = f"a pass then has {most[keep_every]} streams at once, and {most[1]} without it"
+    else:
+        return
+    best = min(most, key=lambda k: most[k])
+    remedy = f"set it to {best} ({most[best]} streams)" if best > 1 else "remove it"
+    raise UserError(f"memory.keep_every = {keep_every}: {problem}; {remedy}")
