@@ -6,7 +6,7 @@ from torch import nn
 
 from longstrand.config import TrainSection
 from longstrand.errors import UserError
-from longstrand.train.optimizer import Optimizer, freeze_all_but, trained_names
+from longstrand.train.optimizer import HostOptimizer, Optimizer, freeze_all_but, trained_names
 
 NAMES = {
     "norms": ["norm.weight"],
@@ -170,3 +170,53 @@ def test_continuing_from_saved_tensors_gives_the_same_next_update():
     run(resumed, three, gradients[2:])
     assert torch.equal(dict(resumed.named_parameters())["w"], dict(straight.named_parameters())["w"])
     assert torch.equal(three.tensors()["exp_avg_sq.w"], one.tensors()["exp_avg_sq.w"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_host_optimizer_moves_every_weight_to_the_bits_that_a_device_one_does(dtype):
+    """On one machine both add the same numbers; its copies and threads are its own."""
+    models = [_all_weights(dtype), _all_weights(dtype)]
+    names = [name for name, _ in models[0].named_parameters()]
+    settings, threads = _settings(weight_decay=0.1), torch.get_num_threads()
+    plain = Optimizer(models[0], names, settings)
+    host = HostOptimizer(models[1], names, settings, threads=2)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    for turn in range(4):
+        gradients = {name: torch.randn_like(p, dtype=wide) for name, p in models[0].named_parameters()}
+        for model in models:
+            for name, parameter in model.named_parameters():
+                parameter.grad_dtype = wide
+                parameter.grad = gradients[name].clone() if name != "norm.weight" else None
+        plain.step(1e-2)
+        host.step(1e-2)
+        if turn == 1:  # as after a checkpoint: parameters and state are filled in place
+            for name, tensor in plain.tensors().items():
+                host.tensors()[name].copy_(tensor)
+            host.continue_from(2)
+    assert torch.get_num_threads() == threads
+    assert plain.tensors().keys() == host.tensors().keys()
+    assert all(torch.equal(host.tensors()[name], value) for name, value in plain.tensors().items())
+    for (name, first), (_, second) in zip(*(m.named_parameters() for m in models), strict=True):
+        assert torch.equal(first, second), name
+
+
+def test_a_host_optimizer_moves_from_the_weights_as_they_are_at_each_step():
+    """A checkpoint is loaded into the parameters; the copies on the host follow."""
+    models = [Weights({"w": (3, 2)}), Weights({"w": (3, 2)})]
+    optimizers = [Optimizer(models[0], ["w"], _settings()), HostOptimizer(models[1], ["w"], _settings(), 1)]
+    for model, optimizer in zip(models, optimizers, strict=True):
+        weight = dict(model.named_parameters())["w"]
+        weight.data.fill_(3.0)
+        weight.grad = torch.ones(3, 2)
+        optimizer.step(0.5)
+    first, second = (dict(model.named_parameters())["w"] for model in models)
+    assert torch.equal(first, second) and float(first.detach()[0, 0]) == pytest.approx(2.5)
+
+
+def test_a_host_optimizers_state_shares_no_memory_with_the_parameters():
+    model = Weights({"w": (3, 2)})
+    optimizer = HostOptimizer(model, ["w"], _settings(), 1)
+    weight = dict(model.named_parameters())["w"]
+    held = [*optimizer.copies.values(), *optimizer.tensors().values()]
+    assert len(held) == 3 and all(tensor.data_ptr() != weight.data_ptr() for tensor in held)
+    assert all(tensor.device.type == "cpu" for tensor in held)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from longstrand.config import Recipe
@@ -38,11 +40,18 @@ def check_levers(recipe: Recipe, model: Model) -> None:
         _log.info("a pass writes up to %.1f MB to its spool in %s", num_bytes / 1e6, levers.spool)
 
 
-def clean_spool(recipe: Recipe) -> None:
-    """Removes what a killed run left in the folder of this run's spool."""
+@contextmanager
+def clean_spool(recipe: Recipe) -> Iterator[None]:
+    """Removes what a killed run left where this run's spool will be; leaves no empty folder in that of the run."""
     spool = levers_of(recipe.memory, recipe.run.out).spool
     if spool is not None:
         remove_stale_spools(Path(spool))
+    try:
+        yield
+    finally:
+        if spool is not None and recipe.memory.spool is None:
+            with suppress(OSError):  # never made, or a spool is still open and goes with the process
+                Path(spool).rmdir()
 
 
 def _require_fewer_streams(keep_every: int, num_layers: int, first: int) -> None:

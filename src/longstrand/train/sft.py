@@ -67,6 +67,7 @@ def train(recipe: Recipe, *, resume: bool = False, dry_run: bool = False) -> Pat
         logged_to(console, run / "log.txt"),
         StopRequests() as stop,
         PeakMemory() as memory,
+        clean_spool(resolved),
     ):
         imports = memory.baseline_bytes / 2**30
         _log.info("run %s; memory is %s; imports took %.2f GiB", run, SOURCE, imports)
@@ -74,7 +75,6 @@ def train(recipe: Recipe, *, resume: bool = False, dry_run: bool = False) -> Pat
 
         # 2. Data, model and optimizer, as they were where a stopped run was.
         with stop.leaving_at_once("no step was taken; start it again"):
-            clean_spool(resolved)
             training = prepare(resolved)
             packs = evaluation_packs(resolved, training.data)
             restore(run, training, resolved.train.steps)
