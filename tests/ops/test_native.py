@@ -3,13 +3,14 @@
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 from agreement import difference, is_as_exact_as_plain_torch, run
 from test_sparse_attention import both
 
 from longstrand.errors import UserError
-from longstrand.ops import experts, kda, mhc, native, select, short_conv
+from longstrand.ops import experts, kda, mhc, native, select, short_conv, sparse_attention
 from longstrand.ops.experts import cases as experts_cases
 from longstrand.ops.kda import cases as kda_cases
 from longstrand.ops.mhc import cases as mhc_cases
@@ -245,3 +246,29 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(build.CannotBuild, match="cannot be written"):
         build.built_library(tmp_path / "file" / "cache")
+
+
+def test_rows_beyond_two_to_the_31_values_are_read_and_written_where_they_lie():
+    """A26: an offset in 32 bits wraps into other memory. Untouched zero pages cost nothing."""
+    width, kpool = 512, 4
+    rows = 2**31 // width + 4 * kpool
+    latents, d_latents = (torch.from_numpy(np.zeros((rows, width), np.float32)) for _ in range(2))
+    last = rows // kpool - 1
+    near = {"latents": latents[-2 * kpool :], "d_latents": d_latents[-2 * kpool :]}
+    near["latents"].copy_(torch.randn(2 * kpool, width, generator=torch.Generator().manual_seed(0)))
+    query = torch.ones(1, 2, width, requires_grad=True)
+    far_ids = {"pools": torch.tensor([[last - 1]], dtype=torch.int32), "slots": torch.tensor([rows - 2])}
+    out, _ = sparse_attention.sparse_attention(query, latents, d_latents, **far_ids, kpool=kpool, scale=0.1)
+    out.sum().backward()
+    small = near["latents"].clone(), torch.zeros(2 * kpool, width)
+    same = torch.ones(1, 2, width, requires_grad=True)
+    ids = {"pools": torch.tensor([[0]], dtype=torch.int32), "slots": torch.tensor([2 * kpool - 2])}
+    wanted, _ = sparse_attention.sparse_attention(same, *small, **ids, kpool=kpool, scale=0.1)
+    wanted.sum().backward()
+    assert torch.equal(out, wanted) and torch.equal(query.grad, same.grad)
+    assert torch.equal(near["d_latents"], small[1]) and small[1].abs().sum() > 0
+    first, visible = torch.tensor([last - 5]), torch.tensor([6])
+    keys = latents.view(-1, kpool * width)[:, :width]  # never copied whole
+    chosen = select.select_pools(torch.ones(1, 1, width), torch.ones(1, 1), keys, first, visible, 1)
+    best = max(range(6), key=lambda p: float(keys[last - 5 + p].sum().relu()))
+    assert chosen.tolist() == [[last - 5 + best]]
