@@ -3,5 +3,6 @@
 from longstrand.memory.levers import Levers
 from longstrand.memory.protocol import Recomputed, ScanEnd, ScanLayer, SideLosses
 from longstrand.memory.scan import scan_layers
+from longstrand.memory.tile_walk import TileWalk
 
-__all__ = ["Levers", "Recomputed", "ScanEnd", "ScanLayer", "SideLosses", "scan_layers"]
+__all__ = ["Levers", "Recomputed", "ScanEnd", "ScanLayer", "SideLosses", "TileWalk", "scan_layers"]
