@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from longstrand.memory import SideLosses, TileWalk
+from longstrand.memory import SideLosses
 from longstrand.memory.tiles import PackLayout, Tile
 from longstrand.model.dsa import Dsa, DsaCarry
 from longstrand.model.indexer import Indexer
@@ -95,7 +95,7 @@ class Decoding:
         x = self.model.embed_tokens.weight[tokens].unsqueeze(1).expand(-1, shape.hc_mult, -1).contiguous()
         pools: Tensor | None = None
         for layer, rows in zip(self.model.layers, self.rows, strict=True):
-            x, pools = layer.step(x, partial(rows.step, layer.self_attn, tile=tile, pools=pools), side)  # type: ignore
+            x, pools = layer.step(x, partial(rows.step, layer.self_attn, tile=tile, pools=pools), side)
         self.hidden = self.model.last_norm(x.mean(dim=1))
         self.lengths = self.lengths + 1
 

@@ -19,7 +19,7 @@ def kda_step(
 ) -> Float[Tensor, "B H V"]:
     """Outputs of one token per row; `kda_reference` with T = 1 is the definition.
 
-    The state (float32 or wider) is overwritten by the next one: B H K V values are read and written, and no copy is made.
+    The state (float32 or wider) is overwritten by the next one: no copy of its B H K V values is made.
     """
     q = l2_normalise(wide(q)) * q.shape[-1] ** -0.5
     k = l2_normalise(wide(k)).flatten(0, 1)
