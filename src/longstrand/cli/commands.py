@@ -106,6 +106,65 @@ def evaluate(
 
 
 @app.command()
+def generate(  # noqa: PLR0913 (the options of a command)
+    target: Annotated[
+        Path, typer.Argument(metavar="MODEL_OR_RUN", help="A run, a checkpoint, or a model folder.")
+    ],
+    files: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="PROMPTS", help="FASTA, or JSONL with prompt or text; a record is a prompt."),
+    ] = None,
+    prompt: Annotated[list[str] | None, typer.Option(help="A prompt, such as ACGT; may be repeated.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Write here instead of stdout; must not exist yet.")
+    ] = None,
+    max_new_tokens: Annotated[str, typer.Option(help='Tokens of a sequence at most: "256", "16k".')] = "256",
+    num_samples: Annotated[int, typer.Option(help="Sequences per prompt.")] = 1,
+    temperature: Annotated[float, typer.Option(help="0 takes the most likely token.")] = 1.0,
+    top_k: Annotated[int | None, typer.Option(help="Draw from the k most likely tokens only.")] = None,
+    top_p: Annotated[
+        float, typer.Option(help="Draw from the smallest set of most likely tokens with this probability.")
+    ] = 1.0,
+    seed: Annotated[int, typer.Option(help="The same seed gives the same sequences.")] = 0,
+    letters: Annotated[
+        str | None,
+        typer.Option(help="What a model of bases may draw; by default ACGT, so no N and no other letter."),
+    ] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="Of a model folder of text: a tokenizer.json or its folder.")
+    ] = None,
+    batch: Annotated[int, typer.Option(help="Sequences that grow together; memory grows with it.")] = 32,
+    tile: Annotated[
+        int | None, typer.Option(help="Tokens of a prompt computed at once; by default the run's, or 1024.")
+    ] = None,
+    with_prompt: Annotated[
+        bool, typer.Option("--with-prompt", help="FASTA: the prompt stands first.")
+    ] = False,
+) -> None:
+    """Continue prompts with a model: FASTA out (JSONL for a model of text)."""
+    tokens = _tokens("--max-new-tokens", max_new_tokens, least=1)
+    from longstrand.generate import Sampling
+    from longstrand.generate.command import Request, run_generation
+
+    sampling = Sampling(temperature, top_k, top_p, seed)
+    request = Request(
+        files or (),
+        prompt or (),
+        tokens,
+        num_samples,
+        sampling,
+        letters,
+        tokenizer,
+        batch,
+        tile,
+        out,
+        with_prompt,
+    )
+    text = run_generation(target, request)
+    typer.echo(out if out is not None else text, nl=out is not None)
+
+
+@app.command()
 def report(run: Run) -> None:
     """Write a run's report.html and plots."""
     from longstrand.report import write_report
@@ -180,13 +239,13 @@ def _check_place(recipe: Path, settings: Recipe) -> None:
         )
 
 
-def _tokens(option: str, text: str) -> int:
+def _tokens(option: str, text: str, least: int = 2) -> int:
     try:
         tokens = parse_length(text)
     except ValueError as error:
         raise UserError(f"{option} {text}: {error}") from None
-    if tokens < 2:
-        raise UserError(f"{option} {text}: must be at least 2 tokens")
+    if tokens < least:
+        raise UserError(f"{option} {text}: must be at least {least} token{'s' * (least > 1)}")
     return tokens
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -73,7 +74,7 @@ class Decoding:
         self.rows: list[_KdaRows | _DsaRows] = []
         for carries in zip(*(prefix.carries for prefix in prefixes), strict=True):
             kind = _KdaRows if isinstance(carries[0], KdaCarry) else _DsaRows
-            self.rows.append(kind.stacked(carries, self.slots, self.kpool))  # type: ignore[arg-type]
+            self.rows.append(kind.stacked(carries, self.slots, self.kpool))
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -94,7 +95,8 @@ class Decoding:
         shape = self.model.architecture
         x = self.model.embed_tokens.weight[tokens].unsqueeze(1).expand(-1, shape.hc_mult, -1).contiguous()
         pools: Tensor | None = None
-        for layer, rows in zip(self.model.layers, self.rows, strict=True):
+        layers: list[Any] = list(self.model.layers)
+        for layer, rows in zip(layers, self.rows, strict=True):
             x, pools = layer.step(x, partial(rows.step, layer.self_attn, tile=tile, pools=pools), side)
         self.hidden = self.model.last_norm(x.mean(dim=1))
         self.lengths = self.lengths + 1
