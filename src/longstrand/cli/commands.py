@@ -6,6 +6,7 @@ import importlib
 import json
 import os
 import shlex
+import signal
 from pathlib import Path
 from typing import Annotated
 
@@ -145,22 +146,27 @@ def generate(  # noqa: PLR0913 (the options of a command)
     tokens = _tokens("--max-new-tokens", max_new_tokens, least=1)
     from longstrand.generate import Sampling
     from longstrand.generate.command import Request, run_generation
+    from longstrand.train.signals import Stopped
 
     sampling = Sampling(temperature, top_k, top_p, seed)
+    drawn = letters if letters is None else letters.upper()
     request = Request(
         files or (),
         prompt or (),
         tokens,
         num_samples,
         sampling,
-        letters,
+        drawn,
         tokenizer,
         batch,
         tile,
         out,
         with_prompt,
     )
-    text = run_generation(target, request)
+    try:
+        text = run_generation(target, request)
+    except KeyboardInterrupt:
+        raise Stopped(signal.SIGINT, "nothing was written") from None
     typer.echo(out if out is not None else text, nl=out is not None)
 
 

@@ -110,7 +110,9 @@ def _codec(trained: Trained, request: Request) -> LetterCodec | TextCodec:
 
 def _sampling(trained: Trained, request: Request, codec: LetterCodec | TextCodec) -> Sampling:
     if isinstance(codec, LetterCodec):
-        return replace(request.sampling, allowed=codec.allowed(request.letters or "ACGT"))
+        return replace(
+            request.sampling, allowed=codec.allowed("ACGT" if request.letters is None else request.letters)
+        )
     named = trained.model.architecture.eos_token_id
     ends = {codec.tokenizer.eos, *(named if isinstance(named, tuple) else (named,))}
     return replace(request.sampling, stop=tuple(sorted(end for end in ends if end is not None)))
@@ -223,8 +225,11 @@ def _say(work: _Work, found: Sequence[Generated], request: Request, codec: Lette
             highlight=False,
         )
         if codec.read_as_n:
-            console.print(f"prompts: {count(codec.read_as_n)} letters were read as N", highlight=False)
+            console.print(
+                f"letters of the prompts that were read as N: {count(codec.read_as_n)}", highlight=False
+            )
     elif codec.unknown_tokens:
         console.print(
-            f"prompts: {count(codec.unknown_tokens)} tokens stand for unknown text", highlight=False
+            f"tokens of the prompts that stand for unknown text: {count(codec.unknown_tokens)}",
+            highlight=False,
         )

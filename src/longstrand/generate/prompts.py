@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Protocol
 
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from longstrand.data.fasta import Header, read_fasta
 from longstrand.data.ingest import kind_of_file
-from longstrand.data.letters import ALPHABET, LetterPolicy, show_letter
+from longstrand.data.letters import ALPHABET, LetterPolicy
 from longstrand.data.text_lines import read_lines
 from longstrand.data.tokens import TextTokenizer
 from longstrand.errors import UserError
@@ -61,7 +62,8 @@ class LetterCodec:
         Raises:
             UserError: a character that is no nucleotide letter, that the policy refuses, or that has no token.
         """
-        letters = np.frombuffer(text.encode("ascii", "replace"), np.uint8)
+        points = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
+        letters = np.where(points < 256, points, 0)
         normal = self._normal[letters]
         as_n = (normal == ord("N")) & (letters != ord("N")) & (letters != ord("n"))
         refused = normal == 0
@@ -150,7 +152,7 @@ def _read_file(path: Path) -> Iterator[tuple[str, str, str]]:
 def _read_records(path: Path) -> Iterator[tuple[str, str, str]]:
     header: Header | None = None
     pieces: list[bytes] = []
-    for item in [*read_fasta(path), None]:
+    for item in chain(read_fasta(path), [None]):
         if isinstance(item, bytes):
             pieces.append(item)
             continue
