@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from longstrand.memory.protocol import Choices, ScanLayer, SideLosses
+from longstrand.memory.protocol import Choices, ScanEnd, ScanLayer, SideLosses
 from longstrand.memory.tiles import PackLayout, Tile
 
 
@@ -34,7 +34,16 @@ class TileWalk:
         side: SideLosses,
     ) -> None:
         self.embedding, self.layers, self.streams, self.side = embedding, layers, streams, side
+        self.layout = layout
         self.carries: list[Any] = [layer.start(layout) for layer in layers]
+
+    @torch.no_grad()
+    def through(self, tokens: Int[Tensor, "T"], tile_size: int, end: ScanEnd) -> Float[Tensor, "T ..."]:
+        """What `end` makes of every token of the pack."""
+        out = end.new_output(self.layout.num_tokens)
+        for tile in self.layout.tiles(tile_size):
+            out[tile.rows] = end.forward_tile(self.step(tokens[tile.rows], tile), tile)
+        return out
 
     @torch.no_grad()
     def step(self, tokens: Int[Tensor, "T"], tile: Tile) -> Float[Tensor, "T D"]:
