@@ -96,6 +96,9 @@ def evaluate(
         list[str] | None, typer.Argument(metavar="[FILE]...", help="More files to score.")
     ] = None,
     buckets: Annotated[str, typer.Option(help='"doubling", or the width of equal buckets.')] = "doubling",
+    tokenizer: Annotated[
+        str | None, typer.Option(help="Of a model folder of text: a tokenizer.json or its folder.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Score a model on held-out data by position."""
@@ -103,7 +106,8 @@ def evaluate(
     width = buckets if buckets == "doubling" else _tokens("--buckets", buckets)
     from longstrand.evaluate import run_evaluation
 
-    run_evaluation(target, [*data, *(more_data or [])], tokens, buckets=width, as_json=as_json)
+    files = [*data, *(more_data or [])]
+    run_evaluation(target, files, tokens, buckets=width, tokenizer=tokenizer, as_json=as_json)
 
 
 @app.command()
