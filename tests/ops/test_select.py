@@ -107,7 +107,7 @@ def test_rows_with_keys_of_their_own_select_as_documents_of_a_pack_do(name, bloc
     for row in range(len(last)):
         keys[row, : visible[row]] = inputs["keys"][first[row] : first[row] + visible[row]]
     found = select_own_pools(inputs["q"][last], inputs["weights"][last], keys, visible, case.num_selected)
-    assert torch.equal(torch.where(found < 0, found, found + first[:, None].int()), expected[last])
+    assert torch.equal(torch.where(found < 0, found, found + first[:, None]), expected[last].long())
 
 
 def test_a_row_that_is_not_finite_harms_no_other():

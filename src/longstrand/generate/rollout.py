@@ -82,8 +82,8 @@ def generate(
                     watch("prompt", len(prompts[place.prompt]))
         growing = [_Growing(place, generator_for(sampling.seed, *place)) for place in together]
         decoding = Decoding(model, [prefixes[p] for p, _ in together], room=min(max_new_tokens, 4096))
-        # The last prompt may go on in the next batch; the others are done with.
-        prefixes = {p: prefix for p, prefix in prefixes.items() if p == together[-1].prompt}
+        last = together[-1]  # goes on in the next batch if samples of it are left
+        prefixes = {last.prompt: prefixes[last.prompt]} if last.sample < num_samples - 1 else {}
         _grow(decoding, growing, max_new_tokens, sampling, watch)
         found |= {each.place: each for each in growing}
     return [found[place].done(sampling) for place in places]

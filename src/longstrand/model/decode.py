@@ -41,6 +41,7 @@ class Prefix:
     hidden: Tensor
 
 
+@torch.no_grad()
 def prefill(model: Model, prompt: Int[Tensor, "T"], tile: int = 1024) -> Prefix:
     """Runs a prompt of at least one token through the model, tile by tile; the tile changes speed and memory only."""
     device = model.norm.weight.device
@@ -176,7 +177,7 @@ class _DsaRows:
             self._complete_pools(attention.indexer, h, tile)
             q, weights = attention.indexer.queries(h, q_resid)
             own = select_own_pools(q, weights, self.pool_keys, tile.num_visible, attention.num_selected)
-            pools = torch.where(own < 0, own, own + tile.first_pool[:, None].int())
+            pools = torch.where(own < 0, own, own + tile.first_pool[:, None])
         assert pools is not None
         carry = DsaCarry(latents, self.pool_keys.flatten(0, 1), self.tail.flatten(0, 1))
         out, _ = attention.attend(attention.queries(q_resid), carry, None, pools, tile)

@@ -31,7 +31,7 @@ def select_own_pools(
     most = int(num_visible.max())
     if most <= num_selected:
         ids = torch.arange(num_selected, device=q.device).expand(len(q), -1)
-        return ids.masked_fill(ids >= num_visible[:, None], UNUSED).int()
+        return ids.masked_fill(ids >= num_visible[:, None], UNUSED)
     scores = _scores(q * q.shape[-1] ** -0.5, weights, keys[:, :most])
     hidden = torch.arange(most, device=q.device) >= num_visible[:, None]
     scores.masked_fill_(hidden, -torch.inf)
@@ -39,9 +39,10 @@ def select_own_pools(
     above = scores > cut
     equal = ~above & ~(scores < cut)  # all of them where the cut is NaN, so that the row keeps its shape
     wanted = num_selected - above.sum(dim=-1, keepdim=True)
-    taken = above | (equal & (equal.cumsum(dim=-1, dtype=torch.int32) <= wanted))
-    ids = taken.nonzero()[:, 1].view(len(q), num_selected)
-    return ids.masked_fill(ids >= num_visible[:, None], UNUSED).int()
+    if bool((equal.sum(dim=-1, keepdim=True) > wanted).any()):
+        equal &= equal.cumsum(dim=-1) <= wanted
+    ids = (above | equal).nonzero()[:, 1].view(len(q), num_selected)
+    return ids.masked_fill(ids >= num_visible[:, None], UNUSED)
 
 
 def _scores(q: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
