@@ -21,6 +21,7 @@ from longstrand.errors import UserError
 from longstrand.generate.prompts import LetterCodec, Prompt, TextCodec, read_prompts
 from longstrand.generate.rollout import Generated, generate
 from longstrand.generate.sampling import Sampling
+from longstrand.ops.native import use_native
 from longstrand.trained import Trained, load_trained
 from longstrand.wording import count, number, percent
 
@@ -66,6 +67,7 @@ def run_generation(target: Path, request: Request) -> str:
     trained = load_trained(target)
     if trained.recipe is not None and trained.recipe.run.threads is not None:
         torch.set_num_threads(trained.recipe.run.threads)
+    use_native(trained.recipe.kernels.cpu if trained.recipe is not None else "auto")
     codec = _codec(trained, request)
     prompts = read_prompts(request.files, request.texts, codec)
     _check_lengths(trained, prompts, request.max_new_tokens)
