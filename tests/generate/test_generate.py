@@ -90,6 +90,8 @@ def frequencies(sampling, logits, draws=40_000):
     [
         (Sampling(), [0.2, 0.4, 0.1, 0.3]),
         (Sampling(temperature=0.5), [4 / 30, 16 / 30, 1 / 30, 9 / 30]),
+        (Sampling(temperature=1e-310), [0, 1, 0, 0]),
+        (Sampling(temperature=1e300), [0.25, 0.25, 0.25, 0.25]),
         (Sampling(top_k=2), [0, 4 / 7, 0, 3 / 7]),
         (Sampling(top_k=9), [0.2, 0.4, 0.1, 0.3]),
         (Sampling(top_p=0.65), [0, 4 / 7, 0, 3 / 7]),

@@ -6,6 +6,7 @@ import torch
 from longstrand.bench._small_models import documents, model
 from longstrand.data import Pack
 from longstrand.model.decode import Decoding, prefill
+from longstrand.ops.native import use_native
 
 NEW = 9
 LENGTHS = (1, 2, 3, 4, 5, 12, 13, 15, 16, 17, 31, 32, 33, 70)
@@ -99,3 +100,18 @@ def test_copies_of_one_prompt_go_their_own_ways():
         found = decoding.logprobs().gather(-1, torch.stack(continuations)[:, -1:])[:, 0]
         expected = full_forward(trained, [prompt] * 3, continuations)[:, -1]
         assert (found - expected).abs().max() <= 1e-10
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_with_the_cpu_kernels(dtype):
+    """In bfloat16 a value may round the other way: 2^-8 of a logit of size 1, a few of them."""
+    state = use_native("auto")
+    if not state.used:
+        pytest.skip(f"the CPU kernels cannot be built: {state.reason}")
+    try:
+        trained = model("KDDK").convert(dtype)
+        prompts, continuations = sequences()
+        found, expected = (of(trained, prompts, continuations) for of in (decoded, full_forward))
+    finally:
+        use_native("portable")
+    assert (found - expected).abs().max() <= (1e-4 if dtype == torch.float32 else 2**-6)

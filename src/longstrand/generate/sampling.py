@@ -59,7 +59,10 @@ class Sampling:
     def _column(self, logprobs: Tensor, uniform: Tensor) -> Tensor:
         if self.temperature == 0:
             return logprobs.argmax(dim=-1)
-        values, order = logprobs.double() / self.temperature, None
+        values, order = logprobs.double(), None
+        values = (
+            values - values.amax(dim=-1, keepdim=True)
+        ) / self.temperature  # 0 at the largest: none overflows
         if self.top_k is not None and self.top_k < values.shape[1]:
             values, order = values.topk(self.top_k, dim=-1)
         elif self.top_p < 1:
