@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from longstrand.config import dump_toml, load_recipe
 from longstrand.data import Pack
@@ -159,3 +159,20 @@ def test_what_the_tokenizer_does_not_know_is_shown(run: Path, fasta: Path, tmp_p
     (run / "run.toml").write_text(dump_toml(recipe))
     run_evaluation(run, [str(fasta)], 64)
     assert f"read as the unknown token: {FIRST.count('N')}" in capsys.readouterr().out
+
+
+def test_text_is_scored_with_the_tokenizer_that_a_model_folder_lacks(run: Path, tmp_path: Path):
+    vocabulary = {"<unk>": 0, "one": 7, "two": 8, "three": 9}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "rows.jsonl").write_text('{"text": "one two three one"}\n')
+    (tmp_path / "ids.jsonl").write_text('{"input_ids": [7, 8, 9, 7]}\n')
+    folder = save_model(load_model(toy(), seed=3), tmp_path / "model")
+    found = run_evaluation(
+        folder, [str(tmp_path / "rows.jsonl")], 64, tokenizer=str(tmp_path / "tokenizer.json"), as_json=True
+    )
+    expected = run_evaluation(folder, [str(tmp_path / "ids.jsonl")], 64, as_json=True)
+    assert (found["nats"], found["tokens"]) == (expected["nats"], 3)
+    with pytest.raises(UserError, match=r"--tokenizer x: step 5 of .* has its own, bases; remove it"):
+        run_evaluation(run, [str(tmp_path / "rows.jsonl")], 64, tokenizer="x")

@@ -82,7 +82,13 @@ def evaluate_series(
 
 
 def run_evaluation(
-    target: Path, data: Sequence[str], length: int, *, buckets: str | int = "doubling", as_json: bool = False
+    target: Path,
+    data: Sequence[str],
+    length: int,
+    *,
+    buckets: str | int = "doubling",
+    tokenizer: str | None = None,
+    as_json: bool = False,
 ) -> Series:
     """`longstrand evaluate`: scores a model on files and prints a table, or JSON in nats.
 
@@ -95,6 +101,7 @@ def run_evaluation(
         data: FASTA, JSONL or token files, or globs.
         length: tokens of a sequence.
         buckets: "doubling", or the width of equal buckets.
+        tokenizer: of a Hugging Face folder, as `data.tokenizer`; a run has its own.
 
     Raises:
         UserError: the target or the data cannot be used, or they do not fit each other.
@@ -104,7 +111,7 @@ def run_evaluation(
     if trained.recipe is not None and trained.recipe.run.threads is not None:
         torch.set_num_threads(trained.recipe.run.threads)
     use_native(trained.recipe.kernels.cpu if trained.recipe is not None else "auto")
-    held_out = _open_files(trained, data, length)
+    held_out = _open_files(trained, data, length, tokenizer)
     documents = held_out.documents("held_out", length=length)
     progress = track(documents, "scoring", console=Console(stderr=True), transient=True, disable=as_json)
     tile = trained.recipe.memory.tile if trained.recipe is not None else 1024
@@ -193,15 +200,17 @@ def _fingerprints(pack: Pack) -> list[str]:
     return found
 
 
-def _open_files(trained: Trained, data: Sequence[str], length: int) -> Data:
+def _open_files(trained: Trained, data: Sequence[str], length: int, tokenizer: str | None) -> Data:
     like = trained.recipe.data if trained.recipe is not None else None
+    if like is not None and tokenizer is not None:
+        raise UserError(f"--tokenizer {tokenizer}: {trained.name} has its own, {like.tokenizer}; remove it")
     sources = [Source(path=path) for path in data]
-    opened = open_evaluation(sources, length, like=like, model_folder=trained.folder)
+    opened = open_evaluation(sources, length, like=like, model_folder=trained.folder, tokenizer=tokenizer)
     vocabulary = trained.model.architecture.vocab_size
     if opened.max_token >= vocabulary:
         raise UserError(
             f"{trained.name}: the data has token {opened.max_token}, and the model's vocabulary has {vocabulary}; "
-            "evaluate it on data of its own tokenizer"
+            "evaluate it on data of its own tokenizer (--tokenizer, for a model folder)"
         )
     return opened
 

@@ -29,19 +29,6 @@ def test_the_live_tensors_of_a_step_grow_by_what_has_to_be_kept():
     assert growth <= FACTOR * sum(bytes_per_token(toy()).values())
 
 
-@pytest.mark.parametrize("indexer", ["frozen", "sparse"])
-def test_without_a_graph_only_two_streams_and_one_layers_buffers_grow(indexer):
-    trained = load_model(toy())
-    peaks = []
-    for length in (512, 1024):
-        given = Pack.from_documents(documents((length,), vocabulary=256))
-        with LiveTensors() as live, torch.no_grad():
-            trained.token_logprobs(given, tile=TILE, side=SideLosses(indexer=indexer))
-        peaks.append(live.peak)
-    stream = 4 * 128 * 4
-    assert (peaks[1] - peaks[0]) / 512 <= FACTOR * (2 * stream + 2 * 512 + 1000)
-
-
 @pytest.mark.parametrize("kinds", ["K", "KKK"])
 def test_what_a_border_between_tiles_costs_is_its_carries(kinds):
     """Halving the tile doubles the borders; each keeps a state and J - 1 tokens per KDA layer."""

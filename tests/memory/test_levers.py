@@ -7,7 +7,7 @@ import torch
 
 from longstrand.bench._small_models import MODES, documents, losses, model, train_only
 from longstrand.data.pack import Pack
-from longstrand.memory import Levers, scan, store
+from longstrand.memory import Levers, scan
 from longstrand.memory.host import HostSlots, PlainCopies
 from longstrand.memory.levers import kept_inputs, streams_at_once
 from longstrand.memory.slots import WRITES, SlottedStreams
@@ -206,17 +206,10 @@ def test_what_is_kept_is_every_kth_input_and_the_last_group():
     assert [streams_at_once(45, 0, k) for k in (1, 2, 7, 45)] == [44, 23, 12, 44]
 
 
-def test_a_pass_that_only_scores_has_one_stream(tmp_path, monkeypatch):
-    trained, given, demands = trained_in("frozen"), Pack.from_documents(documents(LENGTHS)), []
-    plain = store.open_streams
-
-    def open_streams(levers, demand, like):
-        demands.append(demand)
-        return plain(levers, demand, like)
-
-    monkeypatch.setattr(scan, "open_streams", open_streams)
+def test_a_pass_that_only_scores_has_no_stream_and_writes_no_file(tmp_path):
+    given = Pack.from_documents(documents(LENGTHS))
     with torch.no_grad():
-        found = trained.token_logprobs(given, levers=Levers(TILE, 1, "disk", str(tmp_path)))
-    assert demands[0].rows == {(4, 16): 1}
+        levers = Levers(TILE, 2, "disk", str(tmp_path / "spool"))
+        found = trained_in("frozen").token_logprobs(given, levers=levers)
     assert torch.equal(found, without_levers("frozen")["log-probabilities"])
-    assert list(tmp_path.iterdir()) == []
+    assert [*tmp_path.iterdir()] == []

@@ -6,7 +6,7 @@ import pytest
 import torch
 from agreement import agrees, difference, is_as_exact_as_plain_torch, run
 
-from longstrand.ops.kda import kda, kda_reference
+from longstrand.ops.kda import kda, kda_reference, kda_step
 from longstrand.ops.kda.cases import CASES, KdaCase, draw
 
 ids = [case.name for case in CASES]
@@ -119,3 +119,28 @@ def test_wrong_shapes_are_refused(name):
 def test_float32_is_as_exact_as_the_recurrence_in_float32(case):
     """The decay's gradient has its own bound: near -5 it is the difference of large terms (1e-4, above)."""
     is_as_exact_as_plain_torch(kda, kda_reference, draw(case), floor=16.0, without="gradient of g")
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_token_in_each_row_is_the_definition_with_one_token(batch):
+    generator = torch.Generator().manual_seed(4)
+    inputs = draw(KdaCase("", 1, batch=batch), seed=4)
+    inputs["state"] = torch.randn(batch, 3, 5, 7, generator=generator, dtype=torch.float64)
+    expected, next_state = kda_reference(**inputs)
+    state = inputs["state"].clone()
+    found = kda_step(*(inputs[name][:, 0] for name in ("q", "k", "v", "g", "beta")), state)
+    assert torch.allclose(found, expected[:, 0], rtol=0, atol=1e-13)
+    assert torch.allclose(state, next_state, rtol=0, atol=1e-13)
+
+
+def test_token_after_token_is_the_chunked_form_on_a_run_of_one_letter():
+    """Repeated keys, beta near 1 and no decay: what a power of L cannot do."""
+    inputs = draw(KdaCase("", 67, slowest=0.0, fastest=-1e-6))
+    inputs["k"] = inputs["k"][:, :1].expand(-1, 67, -1, -1)
+    inputs["beta"] = torch.full_like(inputs["beta"], 0.999)
+    inputs["state"] = inputs["state"].unsqueeze(0)[:1].reshape(1, 3, 5, 7)
+    expected, last = kda(**inputs)
+    state = inputs["state"].clone()
+    rows = [kda_step(*(inputs[n][:, t] for n in ("q", "k", "v", "g", "beta")), state) for t in range(67)]
+    assert torch.allclose(torch.stack(rows, dim=1), expected, rtol=0, atol=1e-11)
+    assert torch.allclose(state, last, rtol=0, atol=1e-11)

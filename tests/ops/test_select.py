@@ -5,8 +5,10 @@ import torch
 
 from longstrand.ops.select import (
     blockwise,
+    own,
     pool_scores,
     pool_scores_reference,
+    select_own_pools,
     select_pools,
     select_pools_reference,
 )
@@ -89,3 +91,29 @@ def test_a_long_row_of_ties_takes_the_lowest_ids():
         q, torch.ones(1, 1), keys, torch.tensor([5]), torch.tensor([num_pools - 10]), num_selected
     )
     assert torch.equal(chosen[0], torch.arange(6, 6 + 3 * num_selected, 3, dtype=torch.int32))
+
+
+@pytest.mark.parametrize("block", [1, 5, 8192])
+@pytest.mark.parametrize("name", ["documents", "tied documents", "equal scores", "rising scores", "one slot"])
+def test_rows_with_keys_of_their_own_select_as_documents_of_a_pack_do(name, block, monkeypatch):
+    """The last token of each document, its keys laid beside those of the others; what lies behind them is hidden."""
+    monkeypatch.setattr(own, "OWN_BLOCK", block)
+    case = next(case for case in CASES if case.name == name)
+    inputs = draw(case)
+    expected = select_pools_reference(**inputs, num_selected=case.num_selected)
+    last = torch.tensor(case.lengths).cumsum(0) - 1
+    first, visible = inputs["first_pool"][last], inputs["num_visible"][last]
+    keys = torch.full((len(last), int(visible.max()) + 2, case.width), 9.0, dtype=torch.float64)
+    for row in range(len(last)):
+        keys[row, : visible[row]] = inputs["keys"][first[row] : first[row] + visible[row]]
+    found = select_own_pools(inputs["q"][last], inputs["weights"][last], keys, visible, case.num_selected)
+    assert torch.equal(torch.where(found < 0, found, found + first[:, None]), expected[last].long())
+
+
+def test_a_row_that_is_not_finite_harms_no_other():
+    inputs = draw(SelectCase("", (40, 40)))
+    q, weights = inputs["q"][[39, 79]], inputs["weights"][[39, 79]]
+    keys, visible = inputs["keys"].view(2, 10, -1), torch.tensor([10, 10])
+    expected = select_own_pools(q, weights, keys, visible, 4)
+    q[0] = torch.nan
+    assert torch.equal(select_own_pools(q, weights, keys, visible, 4)[1], expected[1])

@@ -4,7 +4,7 @@ import pytest
 import torch
 from agreement import agrees, is_as_exact_as_plain_torch
 
-from longstrand.ops.short_conv import short_conv, short_conv_reference
+from longstrand.ops.short_conv import short_conv, short_conv_reference, short_conv_step
 from longstrand.ops.short_conv.cases import CASES, ConvCase, draw
 
 
@@ -82,3 +82,13 @@ def test_the_tail_does_not_keep_the_tile_alive():
     """A view of the tile's inputs would hold all of them for as long as the carry lives (A28's kind)."""
     _, tail = short_conv(**draw(ConvCase("", (500,))))
     assert tail.untyped_storage().nbytes() == tail.numel() * tail.element_size()
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if len(c.lengths) == 1], ids=lambda case: case.name)
+def test_token_after_token_in_each_row_is_the_definition(case):
+    inputs = draw(case)
+    expected, last = short_conv_reference(**inputs)
+    tail = inputs["tail"].clone()
+    rows = [short_conv_step(x, inputs["weight"], tail) for x in inputs["x"].unbind(1)]
+    assert torch.allclose(torch.stack(rows, dim=1), expected, rtol=0, atol=1e-14)
+    assert torch.equal(tail, last)

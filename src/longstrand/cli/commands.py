@@ -6,6 +6,7 @@ import importlib
 import json
 import os
 import shlex
+import signal
 from pathlib import Path
 from typing import Annotated
 
@@ -95,6 +96,9 @@ def evaluate(
         list[str] | None, typer.Argument(metavar="[FILE]...", help="More files to score.")
     ] = None,
     buckets: Annotated[str, typer.Option(help='"doubling", or the width of equal buckets.')] = "doubling",
+    tokenizer: Annotated[
+        str | None, typer.Option(help="Of a model folder of text: a tokenizer.json or its folder.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Score a model on held-out data by position."""
@@ -102,7 +106,72 @@ def evaluate(
     width = buckets if buckets == "doubling" else _tokens("--buckets", buckets)
     from longstrand.evaluate import run_evaluation
 
-    run_evaluation(target, [*data, *(more_data or [])], tokens, buckets=width, as_json=as_json)
+    files = [*data, *(more_data or [])]
+    run_evaluation(target, files, tokens, buckets=width, tokenizer=tokenizer, as_json=as_json)
+
+
+@app.command()
+def generate(  # noqa: PLR0913 (the options of a command)
+    target: Annotated[
+        Path, typer.Argument(metavar="MODEL_OR_RUN", help="A run, a checkpoint, or a model folder.")
+    ],
+    files: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="PROMPTS", help="FASTA, or JSONL with prompt or text; a record is a prompt."),
+    ] = None,
+    prompt: Annotated[list[str] | None, typer.Option(help="A prompt, such as ACGT; may be repeated.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Write here instead of stdout; must not exist yet.")
+    ] = None,
+    max_new_tokens: Annotated[str, typer.Option(help='Tokens of a sequence at most: "256", "16k".')] = "256",
+    num_samples: Annotated[int, typer.Option(help="Sequences per prompt.")] = 1,
+    temperature: Annotated[float, typer.Option(help="0 takes the most likely token.")] = 1.0,
+    top_k: Annotated[int | None, typer.Option(help="Draw from the k most likely tokens only.")] = None,
+    top_p: Annotated[
+        float, typer.Option(help="Draw from the smallest set of most likely tokens with this probability.")
+    ] = 1.0,
+    seed: Annotated[int, typer.Option(help="The same seed gives the same sequences.")] = 0,
+    letters: Annotated[
+        str | None,
+        typer.Option(help="What a model of bases may draw; by default ACGT, so no N and no other letter."),
+    ] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="Of a model folder of text: a tokenizer.json or its folder.")
+    ] = None,
+    batch: Annotated[int, typer.Option(help="Sequences that grow together; memory grows with it.")] = 32,
+    tile: Annotated[
+        int | None, typer.Option(help="Tokens of a prompt computed at once; by default the run's, or 1024.")
+    ] = None,
+    with_prompt: Annotated[
+        bool, typer.Option("--with-prompt", help="FASTA: the prompt stands first.")
+    ] = False,
+) -> None:
+    """Continue prompts with a model: FASTA out (JSONL for a model of text)."""
+    tokens = _tokens("--max-new-tokens", max_new_tokens, least=1)
+    from longstrand.generate import Sampling
+    from longstrand.generate.command import Request, run_generation
+    from longstrand.train.signals import Stopped
+
+    sampling = Sampling(temperature, top_k, top_p, seed)
+    drawn = letters if letters is None else letters.upper()
+    request = Request(
+        files or (),
+        prompt or (),
+        tokens,
+        num_samples,
+        sampling,
+        drawn,
+        tokenizer,
+        batch,
+        tile,
+        out,
+        with_prompt,
+    )
+    try:
+        text = run_generation(target, request)
+    except KeyboardInterrupt:
+        raise Stopped(signal.SIGINT, "nothing was written") from None
+    typer.echo(out if out is not None else text, nl=out is not None)
 
 
 @app.command()
@@ -180,13 +249,13 @@ def _check_place(recipe: Path, settings: Recipe) -> None:
         )
 
 
-def _tokens(option: str, text: str) -> int:
+def _tokens(option: str, text: str, least: int = 2) -> int:
     try:
         tokens = parse_length(text)
     except ValueError as error:
         raise UserError(f"{option} {text}: {error}") from None
-    if tokens < 2:
-        raise UserError(f"{option} {text}: must be at least 2 tokens")
+    if tokens < least:
+        raise UserError(f"{option} {text}: must be at least {least} token{'s' * (least > 1)}")
     return tokens
 
 

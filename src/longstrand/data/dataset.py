@@ -47,12 +47,14 @@ def open_evaluation(
     cache_dir: Path | None = None,
     model_folder: Path | None = None,
     apart_from: Data | None = None,
+    tokenizer: str | None = None,
 ) -> Data:
     """Files to evaluate on: everything in them is held out.
 
     Args:
         like: the section whose policies, tokenizer, families and cache apply (the defaults where None).
         apart_from: training data that must share no letter with these files.
+        tokenizer: instead of that of `like`.
 
     Raises:
         UserError: as `open_data`; or the files overlap with what is trained on.
@@ -60,6 +62,8 @@ def open_evaluation(
     settings = (
         {} if like is None else like.model_dump(exclude={"sources", "length", "split", "reverse_complement"})
     )
+    if tokenizer is not None:
+        settings["tokenizer"] = tokenizer
     dumped = [source.model_dump() for source in sources]
     section = DataSection.model_validate({**settings, "sources": dumped, "length": length})
     data = _open(section, 0, cache_dir, model_folder, held_out=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -110,6 +111,10 @@ class TextTokenizer:
             widths=np.concatenate([np.empty(0, np.int64), *widths]),
             uncovered=len(text) - covered,
         )
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of token ids, special tokens left out."""
+        return str(self._tokenizer.decode(list(ids)))
 
     def cut_text(self, text: str, where: str) -> list[str]:
         """The pieces between the borders that the cut rule sets."""

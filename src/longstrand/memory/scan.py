@@ -28,6 +28,7 @@ from longstrand.memory.levers import Levers, kept_inputs
 from longstrand.memory.protocol import Choices, MeanEnd, Recomputed, ScanEnd, ScanLayer, SideLosses
 from longstrand.memory.store import open_streams, pass_demand
 from longstrand.memory.streams import Stream, Streams
+from longstrand.memory.tile_walk import TileWalk
 from longstrand.memory.tiles import PackLayout, Tile
 
 __all__ = ["Choices", "Recomputed", "ScanEnd", "ScanLayer", "SideLosses", "first_trained", "scan_layers"]
@@ -47,14 +48,14 @@ def scan_layers(
     """What `end` makes of the mean over streams of the last layer's output; the mean itself without one.
 
     Differentiable by `.backward()`: the parameters of `layers` and `end` accumulate their gradients while the scan
-    walks back; `autograd.grad` sees only the embedding. Under `no_grad` nothing is kept.
+    walks back; `autograd.grad` sees only the embedding. Without a graph a tile goes through all layers at once and
+    only carries are kept (`TileWalk`): the same bits.
     """
     end = MeanEnd(embedding.detach()) if end is None else end
-    walk = _Walk(embedding, tokens, layers, layout, streams, levers, side, end)
     trains = any(layer.trains() for layer in layers) or embedding.requires_grad or end.trains()
     if not (torch.is_grad_enabled() and trains):
-        with torch.no_grad():
-            return walk.forward(keep=False)
+        return TileWalk(embedding, layers, layout, streams, side).through(tokens, levers.tile, end)
+    walk = _Walk(embedding, tokens, layers, layout, streams, levers, side, end)
     anchor = torch.zeros((), requires_grad=True, device=embedding.device)
     return _Scan.apply(embedding, anchor, walk)
 
@@ -70,7 +71,7 @@ class _Scan(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, embedding: Tensor, anchor: Tensor, walk: _Walk) -> Tensor:
         ctx.walk = walk
-        return walk.forward(keep=True)
+        return walk.forward()
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, None, None]:
@@ -98,18 +99,17 @@ class _Walk:
     mean: Stream | None = None
     d_embedding: Tensor | None = None
 
-    def forward(self, keep: bool) -> Tensor:
-        """The end's output; with `keep`, what backward needs stays here."""
-        self.first = first_trained(self.embedding, self.layers) if keep else len(self.layers)
-        self.store = self._open_store(keep)
-        with ExitStack() as unless_kept:
-            unless_kept.callback(self.store.close)
-            out = self._forward(keep)
-            if keep:
-                unless_kept.pop_all()
+    def forward(self) -> Tensor:
+        """The end's output; what backward needs stays here."""
+        self.first = first_trained(self.embedding, self.layers)
+        self.store = self._open_store()
+        with ExitStack() as unless_done:
+            unless_done.callback(self.store.close)
+            out = self._forward()
+            unless_done.pop_all()
         return out
 
-    def _open_store(self, keep: bool) -> Streams:
+    def _open_store(self) -> Streams:
         demand = pass_demand(
             self.embedding.detach(),
             self.layout.num_tokens,
@@ -117,13 +117,13 @@ class _Walk:
             num_layers=len(self.layers),
             streams=self.num_streams,
             first=self.first,
-            keeps_mean=keep and self.end.reads_mean,
+            keeps_mean=self.end.reads_mean,
         )
         return open_streams(self.levers, demand, self.embedding.detach())
 
-    def _forward(self, keep: bool) -> Tensor:
+    def _forward(self) -> Tensor:
         out = self.end.new_output(self.layout.num_tokens)
-        if keep and self.end.reads_mean:
+        if self.end.reads_mean:
             self.mean = self.store.new(self.embedding.shape[1])
         kept = kept_inputs(len(self.layers), self.first, self.levers.keep_every)
         stream: Stream | None = None

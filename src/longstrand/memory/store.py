@@ -29,7 +29,7 @@ def pass_demand(
 
     Args:
         like: the embedding [W, D].
-        first: the lowest layer that trains; `num_layers` for a pass without backward.
+        first: the lowest layer that trains; `num_layers` where only the end does.
     """
     width = like.shape[1]
     rows: dict[tuple[int, ...], int] = {

@@ -56,6 +56,15 @@ class _Layer(nn.Module):
     def warm_up_tile(self, x: Tensor, tile: Tile, d_carry: Any, opened: Any, side: SideLosses) -> Any:
         raise AssertionError("a layer without an indexer has nothing to warm up")
 
+    def step(
+        self, x: Float[Tensor, "B R D"], mixer: Callable[[Tensor], tuple[Tensor, Any]], side: SideLosses
+    ) -> tuple[Tensor, Any]:
+        """One token of each of B documents, around a mixer that keeps their carries; returns also what it chose."""
+        h, post, comb = self._enter_mixer(x)
+        out, chosen = mixer(h)
+        choices = self._expert_choices(len(x), x.device)
+        return self._choose_and_feed_forward(mhc_update(x, out, post, comb), choices, side), chosen
+
     def _enter_mixer(self, x: Tensor) -> Site:
         return self._enter(x, "attn", self.input_layernorm)
 

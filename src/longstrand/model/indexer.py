@@ -49,16 +49,20 @@ class Indexer(nn.Module):
     ) -> tuple[Int[Tensor, "P"], Float[Tensor, "P DI"], Float[Tensor, "J DI2"]]:
         """The pools whose last token lies in this tile, their keys, and the tail for the next tile.
 
-        A pool key is the per-channel softmax over the pool's tokens of gate(x) + position bias, times their keys.
         A pool that began in an earlier tile takes its first tokens from the tail.
         """
-        keys = self.k_norm(self.wk(h))
-        gates = h @ self.index_kpool_compress_gate.T
-        joined = torch.cat([tail, torch.cat([keys, gates], dim=-1)])
+        joined = torch.cat([tail, self.keys_and_gates(h)])
         ends = (tile.offsets % self.kpool == self.kpool - 1).nonzero()[:, 0]
         members = joined[ends[:, None] + torch.arange(self.kpool, device=h.device)]  # P kpool 2DI
+        tail = joined[len(joined) - (self.kpool - 1) :].clone()  # a view would keep the whole tile alive
+        return tile.slots[ends] // self.kpool, self.pool_keys(members), tail
+
+    def keys_and_gates(self, h: Float[Tensor, "T D"]) -> Float[Tensor, "T DI2"]:
+        """What each token brings to its pool."""
+        return torch.cat([self.k_norm(self.wk(h)), h @ self.index_kpool_compress_gate.T], dim=-1)
+
+    def pool_keys(self, members: Float[Tensor, "P kpool DI2"]) -> Float[Tensor, "P DI"]:
+        """The per-channel softmax over a pool's tokens of gate(x) + position bias, times their keys."""
         keys, gates = members.chunk(2, dim=-1)
         shares = (wide(gates) + wide(self.index_kpool_compress_ape)).softmax(dim=1)
-        pooled = (shares.to(keys.dtype) * keys).sum(dim=1)
-        tail = joined[len(joined) - (self.kpool - 1) :].clone()  # a view would keep the whole tile alive
-        return tile.slots[ends] // self.kpool, pooled, tail
+        return (shares.to(keys.dtype) * keys).sum(dim=1)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from longstrand.architecture import Architecture
 from longstrand.data.pack import Pack
-from longstrand.memory import Levers, ScanEnd, SideLosses, scan_layers
+from longstrand.memory import Levers, ScanEnd, SideLosses, TileWalk, scan_layers
 from longstrand.memory.scan import first_trained
 from longstrand.memory.store import pass_demand
 from longstrand.memory.tiles import PackLayout
@@ -46,6 +48,16 @@ class Model(nn.Module):
         self.lm_head = Linear(shape.hidden_size, shape.vocab_size)
         if shape.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
+
+    def walk(self, layout: PackLayout, side: SideLosses | None = None) -> TileWalk:
+        """A walk through all layers a tile at a time, without gradients; see `TileWalk`."""
+        embedding, streams = self.embed_tokens.weight, self.architecture.hc_mult
+        layers: list[Any] = list(self.layers)
+        return TileWalk(embedding, layers, layout, streams, side or SideLosses())
+
+    def last_norm(self, mean: Float[Tensor, "T D"]) -> Float[Tensor, "T D"]:
+        """The last hidden state, from the mean of the streams."""
+        return rms_norm(mean, self.norm.weight, self.architecture.rms_norm_eps)
 
     def hidden(
         self, pack: Pack, tile: int = 1024, side: SideLosses | None = None, levers: Levers | None = None

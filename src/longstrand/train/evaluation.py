@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 from pathlib import Path
 
-from torch import Tensor
-
 from longstrand.config import Recipe
-from longstrand.data import Data, DocumentPacks, Pack, open_evaluation
+from longstrand.data import Data, DocumentPacks, open_evaluation
 from longstrand.evaluate import append_series, default_edges, evaluate_series
-from longstrand.memory import Levers, levers_of
-from longstrand.model import Model
 from longstrand.series import read_series
 from longstrand.train.saving import Training
 
@@ -57,24 +52,12 @@ def evaluate_once(
     """
     held = {(series["name"], series["step"]) for series in read_series(run / "evaluate.json")}
     edges = default_edges(recipe.evaluate.length or recipe.data.length, recipe.evaluate.buckets)
-    scored = _WithLevers(training.model, levers_of(recipe.memory, run))
     for prefix, documents in packs.items():
         name = f"{prefix}{when}"
         if (name, training.step) in held:
             continue
         _log.info("evaluating %s training: %d sequences", name, len(documents))
-        series = evaluate_series(scored, documents, edges, recipe.memory.tile, name, training.step)
+        series = evaluate_series(training.model, documents, edges, recipe.memory.tile, name, training.step)
         append_series(run, series)
         if series["nats"] is not None:
             _log.info("%s: %.4f nats over %d targets", name, series["nats"], series["tokens"])
-
-
-@dataclass(frozen=True)
-class _WithLevers:
-    """A model as evaluation sees it, with the memory levers of its run."""
-
-    model: Model
-    levers: Levers
-
-    def token_logprobs(self, pack: Pack, tile: int = 1024) -> Tensor:
-        return self.model.token_logprobs(pack, levers=self.levers)
