@@ -47,7 +47,7 @@ def terms(shape: Architecture, length: int) -> list[Term]:
         for term in [*mixer, *feed_forward_terms(shape, shape.mlp_layer_types[index]), *mhc_terms(shape)]:
             found[term] = found.get(term, 0) + 1
     layers = [
-        Term(f"{term.name}, {count} layers", term.forward * count, term.learns, term.grows)
+        Term(f"{term.name}, {count} x", term.forward * count, term.learns, term.grows)
         for term, count in found.items()
     ]
     head = 2 * shape.hidden_size * shape.vocab_size
