@@ -79,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 write_table(name, table)
         failed += not entry["pass"]
         skipped += any("skipped" in record for record in entry["records"])
-    for page in PAGES:
+    for page in filter(Path.exists, PAGES):
         fill_page(page)
     print(f"{path}: {failed} figures fall short, {skipped} skipped for lack of data")
     return int(failed > 0)
