@@ -44,8 +44,8 @@ def shares(stats: dict[Function, tuple[int, int, float, float, dict[Function, An
 
 
 def part(file: str) -> str | None:
-    """The part of the package that a file belongs to; None for files that are not ours."""
-    if not file.startswith(str(SOURCE)):
+    """The part of the package that a file belongs to; None for files that are not ours, or that call a kernel."""
+    if not file.startswith(str(SOURCE)) or file.startswith(str(SOURCE / "ops/native")):
         return None
     return "/".join(Path(file).relative_to(SOURCE).parts[:2])
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import statistics
 import sys
@@ -23,6 +22,7 @@ from longstrand.config import DataSection, TrainSection
 from longstrand.data import open_data
 from longstrand.data.pack import Pack
 from longstrand.model import Model, load_model
+from longstrand.ops.native import use_native
 from longstrand.peak_memory import PeakMemory, resident_bytes
 from longstrand.train.optimizer import Optimizer, freeze_all_but, trained_names
 from longstrand.train.step import take_step
@@ -37,8 +37,7 @@ TRAINED_REGION = "X:2118238-58582012"
 def run(trial: Trial) -> dict[str, Any]:
     """Times the step after a short one, between two measurements of the machine's matmul rate."""
     torch.set_num_threads(trial.threads)
-    if trial.compiled:
-        importlib.import_module("longstrand.ops.compiled").use_compiled_ops(True)
+    native = use_native(trial.kernels if trial.side == "ours" else "portable")
     imported = resident_bytes()
     shape, dtype = architecture(trial.config), getattr(torch, trial.dtype)
     model = load_model(shape, dtype, seed=0)
@@ -56,6 +55,7 @@ def run(trial: Trial) -> dict[str, Any]:
     rate = statistics.mean([before, matmul_rate(dtype)])
     flops = step_flops(shape, trial.tokens)
     return found | {
+        "kernels": "native" if native.used else f"portable: {native.reason}",
         "after_import_bytes": imported,
         "flops_per_token": flops,
         "matmul_flops_per_second": rate,
@@ -91,7 +91,7 @@ def our_step(model: Model, pack: Pack, trial: Trial) -> Step:
 
     def step() -> float:
         model.zero_grad(set_to_none=True)
-        loss = -model.token_logprobs(pack, tile=trial.tile).sum() / (len(pack) - 1)
+        loss = -model.token_logprobs(pack, levers=trial.levers).sum() / (len(pack) - 1)
         loss.backward()
         return float(loss.detach())
 

@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from longstrand.errors import RunFailed
+from longstrand.memory.levers import Levers, Offload
 from longstrand.peak_memory import resident_bytes
 
 Side = Literal["ours", "transformers"]
-Offload = Literal["none", "host", "disk"]
+Kernels = Literal["auto", "native", "portable"]
 
 EVERY_SECONDS = 0.02
 HUMAN_X = "human_GRCh37_chrX_1_69999930.fa.gz"
@@ -33,7 +34,8 @@ class Trial:
         side: ours, or transformers' text model with gradient checkpointing, sdpa, no cache and our weights.
         config, dtype: the drawn model.
         threads: of torch and of OpenMP.
-        tile, keep_every, offload, compiled: ours only, as in `[memory]`; compiled ops, where torch.compile pays.
+        tile, keep_every, offload: ours only, as in `[memory]`.
+        kernels: ours only: the ops in their CPU kernels or in plain torch; "auto": where a compiler is.
         experts: transformers' way to compute experts.
         fasta: real bases of human X instead of random tokens.
         optimizer: gradient norm, clipping and AdamW belong to the step.
@@ -50,7 +52,7 @@ class Trial:
     tile: int = 1024
     keep_every: int = 1
     offload: Offload = "none"
-    compiled: bool = False
+    kernels: Kernels = "auto"
     experts: str = "eager"
     fasta: str | None = None
     optimizer: bool = False
@@ -58,6 +60,13 @@ class Trial:
     seconds: float = 10.0
     spool: str | None = None
     profile: bool = False
+
+    @property
+    def levers(self) -> Levers:
+        """As a pass takes them."""
+        return Levers(
+            self.tile, self.keep_every, self.offload, self.spool if self.offload == "disk" else None
+        )
 
     def settings(self) -> dict[str, Any]:
         """What differs from the defaults, for a result."""
@@ -130,7 +139,9 @@ def parser(name: str, text: str | None) -> argparse.ArgumentParser:
     made.add_argument("--keep-every", type=int, default=1)
     made.add_argument("--offload", choices=get_args(Offload), default="none")
     made.add_argument("--spool", help="folder for the disk spool; by default the system's temporary folder")
-    made.add_argument("--compile", action="store_true", help="compiled ops, where torch.compile pays")
+    made.add_argument(
+        "--kernels", choices=get_args(Kernels), default="auto", help="CPU kernels, or plain torch"
+    )
     return made
 
 
@@ -144,7 +155,7 @@ def trial_from(options: argparse.Namespace, tokens: int = 0) -> Trial:
         tile=options.tile,
         keep_every=options.keep_every,
         offload=options.offload,
-        compiled=options.compile,
+        kernels=options.kernels,
         spool=options.spool,
     )
 

@@ -11,10 +11,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from longstrand.bench._results import publish
 from longstrand.bench._trial import Trial, parser, run_apart, trial_from
 from longstrand.bench.figures import show
 from longstrand.bench.step import median
+from longstrand.errors import UserError
+from longstrand.memory.store import require_other_memory
 
 LENGTH = 262_144
 ROUNDS = 2
@@ -66,7 +70,13 @@ def compare(none: Sequence[Mapping[str, Any]], own: Sequence[Mapping[str, Any]])
 
 def refused() -> dict[str, str]:
     """The levers that this machine cannot use, and what the refusal says."""
-    return {}
+    reasons = {}
+    for setting in ("offload", "optimizer"):
+        try:
+            require_other_memory(setting, torch.device("cpu"))
+        except UserError as error:
+            reasons[f'{setting} = "host"'] = str(error)
+    return reasons
 
 
 def table(

@@ -1,6 +1,6 @@
 """The ops figure: each op against its definition and against transformers' function, at the toy's and the wide shapes.
 
-    longstrand bench ops [--tokens N] [--threads N] [--compile]
+    longstrand bench ops [--tokens N] [--threads N] [--kernels K]
 
 Errors are norms of differences over norms, of outputs in float32 against the definition in float64; times are medians
 in float32 of one tile, in microseconds per token. select and sparse_attention stand at the end of a longer document.
@@ -9,10 +9,9 @@ in float32 of one tile, in microseconds per token. select and sparse_attention s
 from __future__ import annotations
 
 import argparse
-import importlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -21,7 +20,9 @@ from longstrand.architecture import Architecture
 from longstrand.bench._op_cases import OPS, Inputs, Op
 from longstrand.bench._results import publish
 from longstrand.bench._steps import architecture, median_seconds
+from longstrand.bench._trial import Kernels
 from longstrand.bench.figures import show
+from longstrand.ops.native import use_native
 
 TOKENS = 1024
 SHORT = 96  # tokens that definitions, which loop over them, are compared on
@@ -39,7 +40,8 @@ COLUMNS = (
 
 
 def measure() -> list[dict[str, Any]]:
-    """All ops at both shapes."""
+    """All ops at both shapes, ours in their CPU kernels where there are any."""
+    use_native("auto")
     found = list(judge(TOKENS))
     found[0]["detail"]["table"] = table(found)
     return found
@@ -131,13 +133,14 @@ def main(arguments: Sequence[str]) -> int:
     options_of.add_argument("--tokens", type=int, default=TOKENS)
     options_of.add_argument("--threads", type=int, default=2)
     options_of.add_argument("--config", choices=("toy", "wide"), action="append", dest="configs")
-    options_of.add_argument("--compile", action="store_true")
+    options_of.add_argument(
+        "--kernels", choices=get_args(Kernels), default="auto", help="CPU kernels, or plain torch"
+    )
     options = options_of.parse_args(list(arguments))
     torch.set_num_threads(options.threads)
-    if options.compile:
-        importlib.import_module("longstrand.ops.compiled").use_compiled_ops(True)
+    native = use_native(options.kernels)
     found = list(judge(options.tokens, options.configs or ("toy", "wide")))
-    publish("ops", table(found), {"records": found, "compiled": options.compile, "threads": options.threads})
+    publish("ops", table(found), {"records": found, "kernels": vars(native), "threads": options.threads})
     return show(found)
 
 

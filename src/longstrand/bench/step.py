@@ -147,7 +147,7 @@ def _described(ours: Trial, experts: str, tried: dict[str, float]) -> dict[str, 
         "gradient checkpointing": True,
         "use_cache": False,
         "tile of ours": ours.tile,
-        "compiled ops of ours": ours.compiled,
+        "kernels of ours": ours.kernels,
         "threads": ours.threads,
         "dtype": ours.dtype,
     }
