@@ -51,6 +51,8 @@ ISSUES: dict[str, dict[str, str]] = {  # issue -> figure -> module, or module:fu
         "two_million": "million:measure_two",
         "length": "length",
         "growth": "growth",
+        "profile": "step:measure_profile",
+        "human_x": "human_x",
     },
 }
 THREADS = {"A": 1, "B": 2}

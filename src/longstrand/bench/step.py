@@ -14,6 +14,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 from longstrand.bench._results import publish
@@ -24,6 +25,7 @@ from longstrand.bench.flops import terms
 
 ONE_THREAD = {4096: 8.0, 8192: 20.0}  # length -> at least this many times the oracle's tokens per second
 TWO_THREADS = {8192: 40.0, 16_384: 100.0}
+PROFILED = (16_384, 262_144, 1_048_576)
 ROUNDS = 3
 EXPERTS = ("eager", "grouped_mm", "batched_mm")
 TRIAL_TOKENS = 1024  # on which transformers' ways to compute experts are compared
@@ -40,6 +42,23 @@ def measure() -> list[dict[str, Any]]:
 def measure_two_threads() -> list[dict[str, Any]]:
     """At 8,192 and 16,384 tokens with two threads; twice at the longer one, where transformers takes minutes."""
     return compare(TWO_THREADS, {8192: ROUNDS, 16_384: 2}, Trial(0))
+
+
+def measure_profile() -> dict[str, Any]:
+    """Where a step's time goes at three lengths, two threads: the parts with at least a hundredth of it somewhere."""
+    runs = {length: run_apart(Trial(length, steps=1, profile=True)) for length in PROFILED}
+    shares = [run["profile"] for run in runs.values()]
+    parts = [part for part in sorted({*chain(*shares)}) if max(own.get(part, 0) for own in shares) >= 0.01]
+    rows = [[part, *(f"{own.get(part, 0):.1%}" for own in shares)] for part in parts]
+    columns = ["part", *(f"{length:,}" for length in PROFILED)]
+    detail = {"runs": runs, "table": {"columns": columns, "rows": rows}}
+    return {
+        "name": "where the time goes",
+        "asked": "shown",
+        "measured": "shown",
+        "pass": True,
+        "detail": detail,
+    }
 
 
 def compare(targets: Mapping[int, float], rounds: Mapping[int, int], settings: Trial) -> list[dict[str, Any]]:
