@@ -48,7 +48,8 @@ def measure_profile() -> dict[str, Any]:
     """Where a step's time goes at three lengths, two threads: the parts with at least a hundredth of it somewhere."""
     runs = {length: run_apart(Trial(length, steps=1, profile=True)) for length in PROFILED}
     shares = [run["profile"] for run in runs.values()]
-    parts = [part for part in sorted({*chain(*shares)}) if max(own.get(part, 0) for own in shares) >= 0.01]
+    parts = [part for part in {*chain(*shares)} if max(own.get(part, 0) for own in shares) >= 0.01]
+    parts.sort(key=lambda part: -shares[-1].get(part, 0))
     rows = [[part, *(f"{own.get(part, 0):.1%}" for own in shares)] for part in parts]
     columns = ["part", *(f"{length:,}" for length in PROFILED)]
     detail = {"runs": runs, "table": {"columns": columns, "rows": rows}}
