@@ -203,20 +203,17 @@ def _logprob_theirs(_: Architecture, hidden: Tensor, weight: Tensor, targets: Te
 
 
 def _swiglu_inputs(shape: Architecture, tokens: int, rows: int = 0) -> Inputs:
-    return {
-        "gate": 4 * _noise(tokens, shape.intermediate_size),
-        "up": 4 * _noise(tokens, shape.intermediate_size, 1),
-    }
+    return {"both": 4 * _noise(tokens, 2 * shape.intermediate_size)}
 
 
-def _swiglu_definition(shape: Architecture, gate: Tensor, up: Tensor) -> Tensor:
-    limit = shape.swiglu_limit
-    return F.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)
+def _swiglu_definition(shape: Architecture, both: Tensor) -> Tensor:
+    gate, up = both.chunk(2, dim=-1)
+    return F.silu(gate.clamp(max=shape.swiglu_limit)) * up.clamp(-shape.swiglu_limit, shape.swiglu_limit)
 
 
-def _swiglu_theirs(shape: Architecture, gate: Tensor, up: Tensor) -> Tensor:
+def _swiglu_theirs(shape: Architecture, both: Tensor) -> Tensor:
     stand_in: Any = SimpleNamespace(swiglu_limit=shape.swiglu_limit)
-    return theirs.Glm5NextTextExperts._apply_gate(stand_in, torch.cat([gate, up], dim=-1))
+    return theirs.Glm5NextTextExperts._apply_gate(stand_in, both)
 
 
 def _norm_inputs(shape: Architecture, tokens: int, rows: int = 0) -> Inputs:
@@ -279,8 +276,7 @@ OPS = (
        _experts_theirs),
     Op("logprob", _logprob_inputs, _plain(logprob.token_logprobs), _plain(logprob.token_logprobs_reference),
        _logprob_theirs),
-    Op("swiglu", _swiglu_inputs, lambda shape, gate, up: swiglu(gate, up, shape.swiglu_limit),
-       _swiglu_definition, _swiglu_theirs),
+    Op("swiglu", _swiglu_inputs, _with_limit(swiglu), _swiglu_definition, _swiglu_theirs),
     Op("norm", _norm_inputs, lambda shape, x, weight: rms_norm(x, weight, shape.rms_norm_eps),
        _norm_definition, _norm_theirs),
     Op("gated norm", _gated_inputs,
