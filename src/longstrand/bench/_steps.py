@@ -168,7 +168,9 @@ def _optimizer_step(model: Model, pack: Pack, trial: Trial) -> Step:
     optimizer = Optimizer(model, names, settings)
 
     def step() -> float:
-        result = take_step(model, [pack], optimizer, settings, step=optimizer.updates + 1, tile=trial.tile)
+        result = take_step(
+            model, [pack], optimizer, settings, step=optimizer.updates + 1, levers=trial.levers
+        )
         assert result.loss is not None
         return result.loss
 
