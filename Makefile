@@ -1,6 +1,7 @@
 # Every target makes .venv itself on a machine with Python 3.11 or newer; a second call starts at once.
 #
-#   make demo | test | check | bench | figures [ISSUE=A] [ONLY=name] [DATA=folder]
+#   make demo | test | check | bench | figures [ISSUE=A|B] [ONLY=name] [DATA=folder]
+#   make pages        copies the measured tables into the documentation (figures does so by itself)
 #   make checkpoint   trains the demo's checkpoint again (about half an hour; a second call goes on where it stopped)
 #
 #   PYTHON=python3.12      another interpreter
@@ -23,10 +24,10 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 CONSTRAINTS := $(VENV)/constraints.txt
 
-# One core is one thread: tests, figures and resumed runs are compared at a fixed number of threads.
+# One core is one thread: tests, figures and resumed runs are compared at a fixed number of threads (B's figures: two).
 export OMP_NUM_THREADS := 1
 
-.PHONY: demo test check bench figures checkpoint
+.PHONY: demo test check bench figures pages checkpoint
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.stamp-run
@@ -49,6 +50,9 @@ checkpoint: $(VENV)/.stamp-run
 
 figures: $(VENV)/.stamp-dev
 	$(BIN)/python -m longstrand.bench.figures --issue $(ISSUE) $(if $(ONLY),--only $(ONLY)) $(if $(DATA),--data $(DATA))
+
+pages: $(VENV)/.stamp-dev
+	$(BIN)/python -m longstrand.bench._results
 
 $(VENV)/.stamp-venv:
 	@test -n "$(PYTHON)" || { echo "make: no python3 found; install Python 3.11 or newer, or set PYTHON=" >&2; exit 2; }

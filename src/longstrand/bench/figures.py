@@ -2,8 +2,9 @@
 
     python -m longstrand.bench.figures --issue A [--only NAME] [--data DIR]
 
-A figure is a module of this package with `measure()`, which returns one record or a list of them: `asked`, `measured`
-and `pass`, and optionally `name`, `detail` or `skipped` (what to fetch so that it can be measured).
+A figure is a function of this package, which returns one record or a list of them: `asked`, `measured` and `pass`, and
+optionally `name`, `detail` or `skipped` (what to fetch so that it can be measured). A `table` in a detail is written
+beside the JSON file as Markdown, and copied into the pages that show it.
 """
 
 from __future__ import annotations
@@ -13,22 +14,22 @@ import importlib
 import inspect
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
 import textwrap
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from datetime import UTC, datetime
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from longstrand.bench._results import PAGES, RESULTS, fill_page, keep, provenance, write_table
+
 Record = dict[str, Any]
 
-ISSUES: dict[str, dict[str, str]] = {  # issue -> figure -> module
+ISSUES: dict[str, dict[str, str]] = {  # issue -> figure -> module, or module:function
     "A": {
         "parity": "parity",
         "repeats": "repeats",
@@ -39,9 +40,22 @@ ISSUES: dict[str, dict[str, str]] = {  # issue -> figure -> module
         "demo": "demo",
         "crash": "crash",
         "bad_input": "bad_input",
-    }
+    },
+    "B": {
+        "speed": "step:measure_two_threads",
+        "wide": "wide",
+        "levers": "levers",
+        "ops": "ops",
+        "time": "curve",
+        "million": "million",
+        "two_million": "million:measure_two",
+        "length": "length",
+        "growth": "growth",
+        "profile": "step:measure_profile",
+        "human_x": "human_x",
+    },
 }
-RESULTS = Path("benchmarks/results")
+THREADS = {"A": 1, "B": 2}
 FIELDS = ("name", "asked", "measured", "pass", "skipped", "detail")
 WIDTHS = (46, 22, 22, 7)  # name, asked, measured, verdict: 100 columns with their gaps
 
@@ -51,6 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
     figures = ISSUES[options.issue]
     if options.child:
+        torch.set_num_threads(THREADS[options.issue])
         records = measure_figure(options.child, figures[options.child], options.data)
         options.out.write_text(json.dumps(records))
         return 0
@@ -61,16 +76,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         entry = _measure_apart(options.issue, name, options.data)
         keep(path, name, entry)
         print_table(entry["records"])
+        for record in entry["records"]:
+            if table := (record["detail"] or {}).get("table"):
+                write_table(name, table)
         failed += not entry["pass"]
         skipped += any("skipped" in record for record in entry["records"])
+    for page in filter(Path.exists, PAGES):
+        fill_page(page)
     print(f"{path}: {failed} figures fall short, {skipped} skipped for lack of data")
     return int(failed > 0)
 
 
 def measure_figure(name: str, module: str, data: Path | None) -> list[Record]:
     """Runs a figure in this process; its records with all fields in place."""
-    measure = importlib.import_module(f"longstrand.bench.{module}").measure
-    torch.set_num_threads(1)
+    file, _, function = module.partition(":")
+    measure = getattr(importlib.import_module(f"longstrand.bench.{file}"), function or "measure")
     takes_data = "data" in inspect.signature(measure).parameters
     found = measure(data=data) if takes_data else measure()
     return [_complete(record, name) for record in (found if isinstance(found, list) else [found])]
@@ -86,16 +106,6 @@ def show(found: list[Record] | Record, name: str = "") -> int:
 def passes(records: Sequence[Record]) -> bool:
     """Whether there are records, and each passes or was skipped for lack of data."""
     return bool(records) and all(record["pass"] or "skipped" in record for record in records)
-
-
-def keep(path: Path, name: str, entry: Mapping[str, Any]) -> None:
-    """Writes one figure's result into the file, beside those of the others."""
-    kept: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"version": 1, "figures": {}}
-    kept["figures"][name] = entry
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(kept, indent=1) + "\n")
-    temporary.replace(path)
 
 
 def print_table(records: Sequence[Record]) -> None:
@@ -120,21 +130,21 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _measure_apart(issue: str, name: str, data: Path | None) -> dict[str, Any]:
-    """Measures a figure in its own process, one thread; a process that fails is a figure that fails."""
-    started, began = datetime.now(UTC), time.perf_counter()
+    """Measures a figure in its own process, at its issue's number of threads; one that fails is a figure that fails."""
+    began, facts = time.perf_counter(), provenance(THREADS[issue])
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "records.json"
         command = [sys.executable, "-m", "longstrand.bench.figures", "--issue", issue]
         command += ["--child", name, "--out", str(out), *(["--data", str(data)] if data else [])]
-        code = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=False).returncode
+        code = subprocess.run(
+            command, env=os.environ | {"OMP_NUM_THREADS": str(THREADS[issue])}, check=False
+        ).returncode
         records = json.loads(out.read_text()) if code == 0 else [_failure(name, code)]
     return {
         "pass": passes(records),
         "records": records,
         "command": f"make figures ISSUE={issue} ONLY={name}" + (f" DATA={data}" if data else ""),
-        "commit": _commit(),
-        "machine": machine(),
-        "date": started.isoformat(timespec="seconds"),
+        **facts,
         "seconds": round(time.perf_counter() - began, 1),
     }
 
@@ -176,33 +186,6 @@ def _text(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.3g}"
     return "" if value is None else str(value)
-
-
-def _commit() -> str:
-    """HEAD, and whether the sources differ from it."""
-
-    def git(*words: str) -> str:
-        return subprocess.run(["git", *words], capture_output=True, text=True, check=False).stdout.strip()
-
-    changed = git("status", "--porcelain", "--", "src", "tests")
-    return (git("rev-parse", "HEAD") or "unknown") + (" with changes" if changed else "")
-
-
-def machine() -> dict[str, Any]:
-    """What the numbers were measured on."""
-    cpuinfo = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-    models = [
-        line.partition(":")[2].strip() for line in cpuinfo.splitlines() if line.startswith("model name")
-    ]
-    return {
-        "cpu": models[0] if models else platform.processor(),
-        "cores": os.cpu_count(),
-        "load_average": [round(value, 2) for value in os.getloadavg()],
-        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "threads": 1,
-    }
 
 
 if __name__ == "__main__":

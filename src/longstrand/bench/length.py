@@ -1,0 +1,205 @@
+"""The length figure: the longest document that can be trained on under a memory cap, ours and transformers'.
+
+    longstrand bench length [--cap 4GiB] [--side ours|transformers|both] [settings of our side]
+
+A length fits when forward and backward really ran to their end in a process of its own, which is killed as soon as its
+anonymous resident memory exceeds the cap. The first length to try comes from the bytes per token of two short ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from longstrand.bench._results import publish
+from longstrand.bench._trial import Side, Trial, parser, run_apart, trial_from
+from longstrand.bench.figures import show
+from longstrand.bench.step import fastest_experts
+
+CAP = 4 * 2**30
+ASKED = 64.0
+TOLERANCE = 0.05
+SHORT: dict[Side, tuple[int, int]] = {"ours": (32_768, 131_072), "transformers": (2048, 4096)}
+MULTIPLE: dict[Side, int] = {"ours": 4096, "transformers": 512}
+LIMIT_SECONDS = 3600.0
+COLUMNS = ("side", "longest", "shortest that does not fit", "tokens/s", "peak MiB", "trials")
+
+
+@dataclass
+class Search:
+    """The longest length that fits, and how it was found.
+
+    Args:
+        longest: a length that ran to its end; 0: none did.
+        too_long: the shortest one that did not; None: growth was stopped at `most`.
+        tried: every trial in order.
+    """
+
+    longest: int = 0
+    too_long: int | None = None
+    tried: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def found(self) -> dict[str, Any]:
+        """What was measured at the longest length."""
+        return next(one for one in self.tried if one["tokens"] == self.longest and one["ended"] is None)
+
+
+def search(
+    run: Callable[[int], dict[str, Any]],
+    first: int,
+    *,
+    multiple: int,
+    growth: float = 2.0,
+    tolerance: float = TOLERANCE,
+    most: int | None = None,
+) -> Search:
+    """Grows from `first` until a length does not fit (or shrinks until one does), then halves the gap between the two.
+
+    Args:
+        run: one trial; it fits when `ended` is None.
+        first: where to begin; the better the guess, the fewer trials.
+        multiple: lengths are multiples of this.
+        growth: factor from one length to the next while there is no gap.
+        tolerance: ends when the gap is at most this part of what fits, or one multiple.
+        most: no length beyond this is tried.
+    """
+    found = Search()
+    length: int | None = max(multiple, first // multiple * multiple)
+    while length is not None:
+        length = length if most is None else min(length, most)
+        one = run(length)
+        found.tried.append(one)
+        if one["ended"] is None:
+            found.longest = length
+        else:
+            found.too_long = length
+        done = most is not None and found.longest >= most
+        length = None if done else _next(found, multiple, growth, tolerance)
+    return found
+
+
+def _next(found: Search, multiple: int, growth: float, tolerance: float) -> int | None:
+    """The next length to try; None when the gap is closed."""
+    longest, too_long = found.longest, found.too_long
+    if too_long is None:
+        return max(int(longest * growth) // multiple, longest // multiple + 1) * multiple
+    if too_long - longest <= max(multiple, tolerance * longest):
+        return None
+    if longest == 0:
+        return max(int(too_long / growth) // multiple, 1) * multiple
+    middle = (longest + too_long) // 2 // multiple * multiple
+    return middle if middle > longest else None
+
+
+def extrapolated(short: Sequence[dict[str, Any]], cap_bytes: int) -> int:
+    """The length at which two measured peaks, drawn as a line, meet the cap."""
+    first, second = ((one["tokens"], one["watched_peak_bytes"]) for one in short)
+    slope = max((second[1] - first[1]) / (second[0] - first[0]), 1.0)
+    return int((cap_bytes - first[1]) / slope) + first[0]
+
+
+def longest(trial: Trial, cap_bytes: int, limit_seconds: float, most: int | None = None) -> Search:
+    """Searches one side; the step is taken once per trial."""
+    once = replace(trial, steps=1)
+
+    def run(length: int) -> dict[str, Any]:
+        return run_apart(replace(once, tokens=length), cap_bytes, limit_seconds)
+
+    short = [run(length) for length in SHORT[trial.side]]
+    if ended := [one for one in short if one["ended"]]:
+        return Search(too_long=ended[0]["tokens"], tried=short)
+    # The line is straight for ours; transformers has terms in the length's square, so its guess is too long.
+    guess = extrapolated(short, cap_bytes)
+    growth = 1 + TOLERANCE if trial.side == "ours" else 1.5
+    found = search(run, guess, multiple=MULTIPLE[trial.side], growth=growth, most=most)
+    found.tried[:0] = short
+    return found
+
+
+def compare(
+    ours: Trial, sides: Sequence[Side], cap_bytes: int, limit_seconds: float, most: int | None
+) -> Any:
+    """The search of each side, by side."""
+    every: dict[Side, Search] = {}
+    for side in sides:
+        trial = ours
+        if side == "transformers":
+            experts, _ = fastest_experts(ours)
+            trial = Trial(0, side, ours.config, ours.dtype, ours.threads, experts=experts)
+        every[side] = longest(trial, cap_bytes, limit_seconds, most)
+    return every
+
+
+def measure() -> list[dict[str, Any]]:
+    """Both sides under 4 GiB, the toy in float32; ours with disk offload."""
+    ours = Trial(0, offload="disk")
+    every = compare(ours, ("ours", "transformers"), CAP, LIMIT_SECONDS, None)
+    return [_record(every, ours, CAP)]
+
+
+def main(arguments: Sequence[str]) -> int:
+    """`longstrand bench length`."""
+    options_of = parser("length", __doc__)
+    options_of.add_argument("--cap", type=parse_bytes, default=CAP, help="such as 4GiB or 900MiB")
+    options_of.add_argument("--side", choices=("ours", "transformers", "both"), default="both")
+    options_of.add_argument("--most", type=int, help="try no length beyond this")
+    options_of.add_argument("--limit", type=float, default=LIMIT_SECONDS, help="seconds of one trial")
+    options = options_of.parse_args(list(arguments))
+    ours = trial_from(options)
+    sides: tuple[Side, ...] = ("ours", "transformers") if options.side == "both" else (options.side,)
+    every = compare(ours, sides, options.cap, options.limit, options.most)
+    facts = {
+        "cap_bytes": options.cap,
+        "settings": ours.settings(),
+        "tried": {s: f.tried for s, f in every.items()},
+    }
+    publish("length", table(every), facts)
+    return show(_record(every, ours, options.cap)) if len(every) == 2 else 0
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes of "4GiB", "900 MiB" or a plain number.
+
+    Raises:
+        argparse.ArgumentTypeError: anything else.
+    """
+    found = re.fullmatch(r"([\d.]+)\s*(|[KMGT]iB)", text.strip())
+    if not found:
+        raise argparse.ArgumentTypeError(f"{text}: must be a number of bytes, such as 4GiB")
+    return int(float(found[1]) * 1024 ** ("KMGT".find(found[2][:1]) + 1 if found[2] else 0))
+
+
+def table(every: dict[Side, Search]) -> dict[str, Any]:
+    """One row per side."""
+    rows = []
+    for side, one in every.items():
+        too_long = "none tried" if one.too_long is None else f"{one.too_long:,}"
+        best = one.found if one.longest else {"tokens_per_second": 0.0, "watched_peak_bytes": 0}
+        speed, peak = best["tokens_per_second"], best["watched_peak_bytes"] / 2**20
+        rows.append(
+            [side, f"{one.longest:,}", too_long, f"{speed:,.0f}", f"{peak:,.0f}", str(len(one.tried))]
+        )
+    return {"columns": list(COLUMNS), "rows": rows}
+
+
+def _record(every: dict[Side, Search], ours: Trial, cap_bytes: int) -> dict[str, Any]:
+    ratio = every["ours"].longest / max(every["transformers"].longest, 1)
+    stopped = [one["tokens"] for found in every.values() for one in found.tried if one["ended"] == "time"]
+    return {
+        "name": f"longest sequence under {cap_bytes / 2**30:g} GiB, multiple of transformers",
+        "asked": ASKED,
+        "measured": ratio,
+        "pass": ratio >= ASKED and not [t for t in stopped if t <= (every["transformers"].too_long or 0)],
+        "detail": {
+            "longest": {side: found.longest for side, found in every.items()},
+            "shortest that does not fit": {side: found.too_long for side, found in every.items()},
+            "ended by the time limit, not by memory": stopped,
+            "settings of ours": ours.settings(),
+            "tried": {side: found.tried for side, found in every.items()},
+            "table": table(every),
+        },
+    }
