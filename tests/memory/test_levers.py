@@ -72,13 +72,17 @@ def test_tiles_that_fill_no_page_come_back_whole_in_every_dtype(tile, dtype, tmp
 def in_host_memory(monkeypatch):
     """Streams in host slots with copies of the test's choice, as on a device with memory of its own."""
 
+    opened = []
+
     def use(copies):
         def open_streams(levers, demand, like):
-            return SlottedStreams(HostSlots(demand.num_bytes, like.device, copies), demand)
+            opened.append(HostSlots(demand.num_bytes, like.device, copies))
+            return SlottedStreams(opened[-1], demand)
 
         monkeypatch.setattr(scan, "open_streams", open_streams)
 
-    return use
+    yield use
+    assert opened and all(slots._block is None for slots in opened)  # given back after each pass
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -10,6 +10,7 @@ no GPU was at hand.
 from __future__ import annotations
 
 import mmap
+import weakref
 from dataclasses import dataclass
 from math import prod
 from typing import Any, Protocol, runtime_checkable
@@ -85,14 +86,17 @@ class CudaCopies:
     """One side stream per direction, so that both run beside the computation and beside each other."""
 
     def __init__(self, block: Tensor, device: torch.device) -> None:
-        self._device, self._address = device, block.data_ptr()
-        code = torch.cuda.cudart().cudaHostRegister(self._address, block.numel(), 0)
+        self._device = device
+        code = torch.cuda.cudart().cudaHostRegister(block.data_ptr(), block.numel(), 0)
         if int(code) != 0:
             raise RunFailed(
                 f'memory.offload = "host": {block.numel():,} bytes of host memory cannot be pinned (CUDA error '
                 f'{int(code)}); raise the locked-memory limit (ulimit -l), or set memory.offload = "disk"'
             )
         self._down, self._up = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self._closed = weakref.finalize(
+            self, _unpin, block, self._down, self._up
+        )  # also of a pass never walked back
 
     def out(self, value: Tensor, slot: Tensor) -> Transfer:
         value = value.to(slot.dtype).contiguous()
@@ -109,9 +113,13 @@ class CudaCopies:
             return _Arriving(self._up.record_event(), tile)
 
     def close(self) -> None:
-        self._down.synchronize()
-        self._up.synchronize()
-        torch.cuda.cudart().cudaHostUnregister(self._address)
+        self._closed()
+
+
+def _unpin(block: Tensor, *streams: torch.cuda.Stream) -> None:
+    for stream in streams:
+        stream.synchronize()
+    torch.cuda.cudart().cudaHostUnregister(block.data_ptr())
 
 
 @dataclass(frozen=True)
