@@ -1,6 +1,8 @@
 """Streams outside the device: what is read is what was written, whatever its layout, size or place."""
 
+import os
 import random
+import time
 
 import pytest
 import torch
@@ -77,6 +79,59 @@ def test_walks_in_any_order_read_what_a_plain_tensor_holds(kind, seed, tmp_path)
                 streams[number].write(tile, value)
                 truth[number][tile.rows] = value
     store.close()
+
+
+@pytest.mark.parametrize("kind", ["host", "disk"])
+def test_a_tile_that_is_written_while_it_is_read_ahead_comes_back_as_written(kind, tmp_path):
+    layout, demand = layout_of(12), Demand(12, 4, torch.float64, {(2,): 1})
+    store = open_store(kind, demand, tmp_path)
+    stream, (first, second, third) = store.new(2), layout.tiles(4)
+    for tile in (first, second, third):
+        stream.write(tile, torch.zeros(4, 2))
+    stream.read(first)
+    stream.write(second, torch.ones(4, 2))
+    assert torch.equal(stream.read(second), torch.ones(4, 2, dtype=torch.float64))
+    assert torch.equal(stream.read(third), torch.zeros(4, 2, dtype=torch.float64))
+    store.close()
+
+
+def test_of_two_writes_to_a_tile_the_later_one_stays_however_slow_the_first_is(tmp_path, monkeypatch):
+    demand = Demand(4, 4, torch.float32, {(2,): 1})
+    store = open_store("disk", demand, tmp_path)
+    stream, tile, plain, calls = store.new(2), layout_of(4).tile(0, 4), os.pwritev, []
+
+    def slow_at_first(*arguments):
+        calls.append(arguments)
+        if len(calls) == 1:
+            time.sleep(0.2)
+        return plain(*arguments)
+
+    monkeypatch.setattr(os, "pwritev", slow_at_first)
+    stream.write(tile, torch.zeros(4, 2))
+    stream.write(tile, torch.ones(4, 2))
+    time.sleep(0.3)
+    assert torch.equal(stream.read(tile), torch.ones(4, 2))
+    store.close()
+
+
+def test_the_next_tile_in_the_walks_direction_is_on_its_way():
+    """Forward and back, each tile is asked for once, before it is read, except where a walk begins."""
+    asked = []
+
+    class Recording(HostSlots):
+        def load(self, at, shape, dtype):
+            asked.append(at // PAGE)
+            return super().load(at, shape, dtype)
+
+    layout, demand = layout_of(20), Demand(20, 4, torch.float32, {(1,): 1})
+    stream = SlottedStreams(Recording(demand.num_bytes, CPU, PlainCopies()), demand).new(1)
+    for walk in (layout.tiles, layout.tiles_back, layout.tiles):
+        asked.clear()
+        before_read = []
+        for tile in walk(4):
+            before_read.append(tile.start // 4 in asked)
+            stream.read(tile)
+        assert sorted(asked) == [0, 1, 2, 3, 4] and before_read == [False, True, True, True, True]
 
 
 def test_slots_have_exact_sizes():

@@ -16,10 +16,11 @@ from typing import Any
 
 import torch
 
-from longstrand.architecture import DSA, Architecture
+from longstrand.architecture import DSA, KDA, Architecture
 from longstrand.bench.figures import show
 from longstrand.config import TrainSection
 from longstrand.data.pack import Pack
+from longstrand.memory.levers import streams_at_once
 from longstrand.model import load_model
 from longstrand.peak_memory import SOURCE, PeakMemory, resident_bytes
 from longstrand.train.optimizer import Optimizer, freeze_all_but, trained_names
@@ -30,13 +31,26 @@ TILE = 1024
 FACTOR = 1.2
 
 
-def bytes_per_token(shape: Architecture, element_bytes: int = 4) -> dict[str, float]:
+def bytes_per_token(
+    shape: Architecture,
+    element_bytes: int = 4,
+    *,
+    tile: int = TILE,
+    keep_every: int = 1,
+    offload: bool = False,
+) -> dict[str, float]:
     """What a step has to keep for each token, by term; docs/memory.md explains each.
 
-    R streams of width D in layers - 1 inputs (the first layer's is read from the token ids again) and two buffers of
-    that size; pool ids of 4 bytes and expert ids of 1 or 2; latents L of one layer and their float32 gradient.
+    Streams of R x D values for layer inputs (the first layer's is read from the token ids again) and one of D for the
+    last mean, where no lever takes them away; what KDA hands over at a tile's border, shared by its tokens; pool ids of
+    4 bytes and expert ids of 1 or 2; latents L and pool keys DI / kpool of one layer, and their float32 gradients.
     """
     stream = shape.hc_mult * shape.hidden_size * element_bytes
+    at_once = streams_at_once(shape.num_hidden_layers, 0, keep_every)
+    linear = shape.linear_num_heads * shape.linear_head_dim
+    carry = (
+        linear * shape.linear_head_dim * 4 + 3 * linear * (shape.linear_conv_kernel_dim - 1) * element_bytes
+    )
     selecting = sum(
         kind == DSA and indexer == "full"
         for kind, indexer in zip(shape.layer_types, shape.indexer_types, strict=True)
@@ -44,12 +58,15 @@ def bytes_per_token(shape: Architecture, element_bytes: int = 4) -> dict[str, fl
     routing = shape.mlp_layer_types.count("sparse")
     expert_bytes = 1 if shape.n_routed_experts <= 256 else 2
     return {
-        "kept layer inputs": (shape.num_hidden_layers - 1) * stream,
-        "two stream-sized buffers": 2 * stream,
+        "layer inputs": 0 if offload else at_once * stream,
+        "last mean": 0 if offload else shape.hidden_size * element_bytes,
+        "carries at tile borders": shape.layer_types.count(KDA) * carry / tile,
         "selected pools": selecting * shape.index_topk // shape.index_kpool * 4,
         "chosen experts": routing * shape.num_experts_per_tok * expert_bytes,
         "latents of one layer": shape.kv_lora_rank * element_bytes,
         "their gradient": shape.kv_lora_rank * 4,
+        "pool keys and their gradient": shape.index_head_dim * (element_bytes + 4) / shape.index_kpool,
+        "log-probabilities": 4,
     }
 
 
@@ -61,7 +78,7 @@ def toy() -> Architecture:
 def measure(lengths: Sequence[int] = LENGTHS, tile: int = TILE) -> list[dict[str, Any]]:
     """The growth of the peak from the first length to the last, per token."""
     found = [_measure_apart(length, tile) for length in lengths]
-    terms = bytes_per_token(toy())
+    terms = bytes_per_token(toy(), tile=tile)
     asked = FACTOR * sum(terms.values())
     first, last = found[0], found[-1]
     growth = (last["peak"] - first["peak"]) / (lengths[-1] - lengths[0])
