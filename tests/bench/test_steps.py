@@ -16,6 +16,7 @@ TRIAL = Trial(300, threads=1, tile=128, kernels="portable", steps=2, seconds=60.
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     monkeypatch.setattr(_steps, "MATMUL_SECONDS", 0.01)
+    monkeypatch.setattr(_steps, "MATMUL", 64)
     monkeypatch.setattr(_steps, "architecture", lambda name: architecture("KDK", vocab_size=256))
     yield
     use_native("portable")
