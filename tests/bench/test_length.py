@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from longstrand.bench._trial import watch
-from longstrand.bench.length import extrapolated, parse_bytes, search
+from longstrand.bench.length import extrapolated, first_guess, parse_bytes, search
 
 
 def pretended(limit):
@@ -52,6 +52,20 @@ def test_no_length_beyond_the_most_is_tried():
 def test_two_peaks_on_a_line_meet_the_cap():
     short = [{"tokens": t, "watched_peak_bytes": 1000 + 7 * t} for t in (100, 300)]
     assert extrapolated(short, 1000 + 7 * 5000) == 5000
+
+
+def test_the_guess_is_made_again_from_the_longest_that_ran():
+    """Peaks that bend at 32: the first line meets the cap at 72, the second one, half as steep, at 112."""
+    asked = []
+
+    def run(length):
+        asked.append(length)
+        return {"tokens": length, "watched_peak_bytes": 60_000 + (length - 32) * 500, "ended": None}
+
+    short = [{"tokens": t, "watched_peak_bytes": peak} for t, peak in ((12, 40_000), (32, 60_000))]
+    assert first_guess(run, short, 100_000, 4, None) == 112
+    assert asked == [72, 112]
+    assert first_guess(run, short, 100_000, 4, 60) == 60
 
 
 @pytest.mark.parametrize(

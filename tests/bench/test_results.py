@@ -16,14 +16,22 @@ from longstrand.bench.million import judge as judge_million
 
 def test_one_figure_is_measured_anew_and_the_others_stay(tmp_path):
     path = tmp_path / "results" / "B.json"
-    _results.keep(path, "speed", {"pass": True, "seconds": 1})
-    _results.keep(path, "million", {"pass": False})
-    _results.keep(path, "speed", {"pass": True, "seconds": 2})
+    entries = [("speed", 1.0), ("million", 3.0), ("speed", 2.0)]
+    for name, value in entries:
+        _results.keep(path, name, {"records": [{"measured": value}]})
     assert json.loads(path.read_text())["figures"] == {
-        "speed": {"pass": True, "seconds": 2},
-        "million": {"pass": False},
+        "speed": {"records": [{"measured": 2.0}]},
+        "million": {"records": [{"measured": 3.0}]},
     }
     assert [file.name for file in path.parent.iterdir()] == ["B.json"]
+
+
+def test_a_figure_that_lacks_its_data_does_not_replace_what_was_measured(tmp_path):
+    path = tmp_path / "B.json"
+    measured, skipped = {"records": [{"measured": 1}]}, {"records": [{"skipped": "no data"}]}
+    for entry in (skipped, measured, skipped):
+        _results.keep(path, "million", entry)
+    assert json.loads(path.read_text())["figures"] == {"million": measured}
 
 
 def test_each_figure_names_a_function_that_exists():

@@ -66,8 +66,10 @@ def fill_page(page: Path, folder: Path = RESULTS) -> list[str]:
 
 
 def keep(path: Path, name: str, entry: Mapping[str, Any]) -> None:
-    """Writes one figure's result into the file, beside those of the others."""
+    """Writes one figure's result into the file, beside those of the others; a skipped one replaces no measured one."""
     kept: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"version": 1, "figures": {}}
+    if name in kept["figures"] and all("skipped" in record for record in entry["records"]):
+        return
     kept["figures"][name] = entry
     write(path, json.dumps(kept, indent=1) + "\n")
 

@@ -104,20 +104,42 @@ def extrapolated(short: Sequence[dict[str, Any]], cap_bytes: int) -> int:
 
 def longest(trial: Trial, cap_bytes: int, limit_seconds: float, most: int | None = None) -> Search:
     """Searches one side; the step is taken once per trial."""
-    once = replace(trial, steps=1)
+    known: dict[int, dict[str, Any]] = {}
 
     def run(length: int) -> dict[str, Any]:
-        return run_apart(replace(once, tokens=length), cap_bytes, limit_seconds)
+        if length not in known:
+            known[length] = run_apart(replace(trial, tokens=length, steps=1), cap_bytes, limit_seconds)
+        return known[length]
 
     short = [run(length) for length in SHORT[trial.side]]
     if ended := [one for one in short if one["ended"]]:
         return Search(too_long=ended[0]["tokens"], tried=short)
-    # The line is straight for ours; transformers has terms in the length's square, so its guess is too long.
-    guess = extrapolated(short, cap_bytes)
+    guess = first_guess(run, short, cap_bytes, MULTIPLE[trial.side], most)
+    # A line is straight for ours; transformers has terms in the length's square, so its guess is too long.
     growth = 1 + TOLERANCE if trial.side == "ours" else 1.5
     found = search(run, guess, multiple=MULTIPLE[trial.side], growth=growth, most=most)
-    found.tried[:0] = short
+    found.tried = list(known.values())
     return found
+
+
+def first_guess(
+    run: Callable[[int], dict[str, Any]],
+    short: Sequence[dict[str, Any]],
+    cap_bytes: int,
+    multiple: int,
+    most: int | None,
+) -> int:
+    """Where a line through the last two measured peaks meets the cap; drawn anew while it is far beyond them."""
+    measured = list(short)
+    while True:
+        guess = extrapolated(measured[-2:], cap_bytes) // multiple * multiple
+        guess = max(multiple, guess if most is None else min(guess, most))
+        if guess <= (1 + TOLERANCE) * measured[-1]["tokens"]:
+            return guess
+        one = run(guess)
+        if one["ended"]:
+            return guess
+        measured.append(one)
 
 
 def compare(
