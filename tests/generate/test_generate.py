@@ -51,9 +51,9 @@ def test_log_probabilities_are_the_models_own_whatever_is_drawn(trained):
         assert first.excluded == pytest.approx(1 - float(inside), abs=1e-10)
 
 
-@pytest.mark.parametrize("batch", [1, 2, 5, 64])
+@pytest.mark.parametrize("batch", [1, 5])
 def test_a_sequence_depends_on_its_own_place_alone(trained, batch):
-    prompts = documents(LENGTHS, seed=2)
+    prompts = documents((1, 4, 13, 33), seed=2)
     sampling = Sampling(seed=7)
     together = generate(trained, prompts, 6, sampling, num_samples=2, batch=64)
     found = generate(trained, prompts, 6, sampling, num_samples=2, batch=batch, tile=7)

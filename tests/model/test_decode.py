@@ -50,17 +50,17 @@ def test_many_sequences_at_once_get_the_log_probabilities_of_a_full_forward(kind
 
 def test_each_sequence_of_a_batch_gets_what_it_gets_alone():
     trained = model("KDDK")
-    prompts, continuations = sequences()
+    prompts, continuations = sequences(lengths=(1, 3, 16, 33))
     together = decoded(trained, prompts, continuations)
     for row, (prompt, continuation) in enumerate(zip(prompts, continuations, strict=True)):
         alone = decoded(trained, [prompt], [continuation])
         assert (together[row] - alone[0]).abs().max() <= 1e-10
 
 
-@pytest.mark.parametrize("tile", [1, 7, 16, 33])
+@pytest.mark.parametrize("tile", [1, 7, 16])
 def test_the_tile_of_the_prompt_changes_nothing(tile):
     trained = model("KDDK")
-    prompts, continuations = sequences()
+    prompts, continuations = sequences(lengths=(1, 5, 17, 33))
     found = decoded(trained, prompts, continuations, tile=tile)
     assert (found - decoded(trained, prompts, continuations, tile=1000)).abs().max() <= 1e-10
 
