@@ -99,7 +99,13 @@ def run_apart(
         found = json.loads(out.read_text()) if out.exists() else {}
         if ended is None and not found:
             raise RunFailed(f"{trial}: its process ended without a result; its message stands above")
-    found = {"tokens": trial.tokens, "ended": ended, "watched_peak_bytes": peak} | found
+    if found and cap_bytes is not None and found["peak_bytes"] > cap_bytes:
+        ended = "cap"  # seen from inside, between two looks from outside
+    found = {
+        "tokens": trial.tokens,
+        "ended": ended,
+        "watched_peak_bytes": max(peak, found.get("peak_bytes", 0)),
+    } | found
     print(_line(trial, found), file=sys.stderr, flush=True)
     return found
 

@@ -24,6 +24,7 @@ ASKED = 64.0
 TOLERANCE = 0.05
 SHORT: dict[Side, tuple[int, int]] = {"ours": (32_768, 131_072), "transformers": (2048, 4096)}
 MULTIPLE: dict[Side, int] = {"ours": 4096, "transformers": 512}
+MARGIN = 0.98  # of the cap: a first guess that fits saves a long trial
 LIMIT_SECONDS = 3600.0
 COLUMNS = ("side", "longest", "shortest that does not fit", "tokens/s", "peak MiB", "trials")
 
@@ -63,7 +64,7 @@ def search(
         run: one trial; it fits when `ended` is None.
         first: where to begin; the better the guess, the fewer trials.
         multiple: lengths are multiples of this.
-        growth: factor from one length to the next while there is no gap.
+        growth: factor from one length to the next while all fit; its square, while none does.
         tolerance: ends when the gap is at most this part of what fits, or one multiple.
         most: no length beyond this is tried.
     """
@@ -90,7 +91,7 @@ def _next(found: Search, multiple: int, growth: float, tolerance: float) -> int 
     if too_long - longest <= max(multiple, tolerance * longest):
         return None
     if longest == 0:
-        return max(int(too_long / growth) // multiple, 1) * multiple
+        return max(int(too_long / growth**2) // multiple, 1) * multiple
     middle = (longest + too_long) // 2 // multiple * multiple
     return middle if middle > longest else None
 
@@ -114,7 +115,7 @@ def longest(trial: Trial, cap_bytes: int, limit_seconds: float, most: int | None
     short = [run(length) for length in SHORT[trial.side]]
     if ended := [one for one in short if one["ended"]]:
         return Search(too_long=ended[0]["tokens"], tried=short)
-    guess = first_guess(run, short, cap_bytes, MULTIPLE[trial.side], most)
+    guess = first_guess(run, short, int(MARGIN * cap_bytes), MULTIPLE[trial.side], most)
     # A line is straight for ours; transformers has terms in the length's square, so its guess is too long.
     growth = 1 + TOLERANCE if trial.side == "ours" else 1.5
     found = search(run, guess, multiple=MULTIPLE[trial.side], growth=growth, most=most)
