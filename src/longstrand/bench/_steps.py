@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import statistics
 import sys
@@ -47,6 +48,7 @@ def run(trial: Trial) -> dict[str, Any]:
     # Long enough for every path: a second tile, and more pools than are selected.
     short = min(trial.tokens, 512 if trial.side == "transformers" else 2 * trial.tile + shape.index_topk)
     make(model, random_pack(short), trial)()
+    gc.freeze()  # as train does before its first step
     before = matmul_rate(dtype)
     step = make(model, pack, trial)
     found = time_steps(step, trial)
