@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from longstrand.memory import Levers, Recomputed, SideLosses, scan_layers
+from longstrand.memory import Levers, SideLosses, TileGraph, scan_layers
 from longstrand.memory.tiles import PackLayout
 
 STREAMS, WIDTH = 2, 3
@@ -58,18 +58,28 @@ class Leaky:
     def reopen(self, read, tiles, layout):
         return None
 
-    def recompute_tile(self, x, tile, kept, d_carry, choices, opened, side):
+    def open(self, carry):
+        return None
+
+    def record_tile(self, x, tile, carry, choices, opened, side):
+        self.calls.append(("forward", tile.start, tile.stop))
+        return self.with_graph(x.data, tile, carry)
+
+    def recompute_tile(self, x, tile, kept, choices, opened, side):
         self.calls.append(("back", tile.start, tile.stop))
-        (carry,) = kept
+        return self.with_graph(x, tile, *kept)
+
+    def with_graph(self, x, tile, carry):
         with torch.enable_grad():
             x, carry = x.detach().requires_grad_(), carry.detach().requires_grad_()
             y, after = self.rows(x, tile.offsets, carry)
-        known = d_carry is not None
 
-        def close():
+        def back(dy, d_carry):
+            known = d_carry is not None
+            torch.autograd.backward([y, *([after] if known else [])], [dy, *([d_carry] if known else [])])
             return x.grad, torch.zeros_like(carry) if carry.grad is None else carry.grad
 
-        return Recomputed(y, [after] if known else [], [d_carry] if known else [], close)
+        return TileGraph(y, after.detach(), back)
 
 
 def plain(embedding, tokens, layers, starts):

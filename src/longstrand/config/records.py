@@ -165,6 +165,11 @@ class MemorySection(Record):
     tile: int = Field(
         1024, ge=1, description="tokens computed at once; changes speed and memory, not results"
     )
+    recompute: bool = Field(
+        True,
+        description="recompute each tile in backward; false: keep its activations, about 12 times the bytes per token "
+        "and no second forward, for sequences that fit",
+    )
     keep_every: int = Field(
         1,
         ge=1,
@@ -193,6 +198,15 @@ class MemorySection(Record):
             raise ValueError(
                 f'spool = "{self.spool}": offload = "{self.offload}" writes no file; set offload = "disk", or remove '
                 "spool"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _something_is_recomputed(self) -> MemorySection:
+        if not self.recompute and (self.keep_every > 1 or self.offload != "none"):
+            raise ValueError(
+                "recompute = false: keeps all activations on the device, so that keep_every and offload would save "
+                "nothing; set recompute = true, or remove them"
             )
         return self
 
@@ -251,6 +265,11 @@ class Recipe(Record):
 
     @model_validator(mode="after")
     def _evaluation_possible(self) -> Recipe:
+        if not self.memory.recompute and (self.train.indexer == "warmup" or self.train.balance == "aux"):
+            raise ValueError(
+                'memory.recompute = false: train.indexer = "warmup" and train.balance = "aux" need a whole forward pass '
+                "before the first gradient; set memory.recompute = true"
+            )
         if self.evaluate.control and self.data.families is None:
             raise ValueError(
                 "evaluate.control = true: needs [data.families], whose relatives it replaces; add it"

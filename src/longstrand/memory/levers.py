@@ -20,6 +20,7 @@ class Levers:
         keep_every: inputs are kept of the layers 0, k, 2k, ...; those between are recomputed from them.
         offload: where streams (layer inputs, last mean, running gradient) live: the device, the host, a file.
         spool: folder of the file for `offload = "disk"`.
+        recompute: False keeps each tile's activations from forward to backward, and recomputes nothing.
 
     Raises:
         ValueError: a value outside its rule.
@@ -29,6 +30,7 @@ class Levers:
     keep_every: int = 1
     offload: Offload = "none"
     spool: str | None = None
+    recompute: bool = True
 
     def __post_init__(self) -> None:
         if self.tile < 1:
@@ -39,13 +41,19 @@ class Levers:
             raise ValueError(f'offload must be "none", "host" or "disk", got {self.offload!r}')
         if (self.offload == "disk") != (self.spool is not None):
             raise ValueError('spool is the folder of offload = "disk": give both or none')
+        if not self.recompute and (self.keep_every > 1 or self.offload != "none"):
+            raise ValueError("recompute = False keeps all activations: keep_every and offload would save nothing")
 
 
 def levers_of(settings: MemorySection, run: str | Path) -> Levers:
     """The levers that a recipe asks for; the spool of a run is in its folder unless the recipe says where."""
     spool = settings.spool or str(Path(run) / "spool")
     return Levers(
-        settings.tile, settings.keep_every, settings.offload, spool if settings.offload == "disk" else None
+        settings.tile,
+        settings.keep_every,
+        settings.offload,
+        spool if settings.offload == "disk" else None,
+        settings.recompute,
     )
 
 

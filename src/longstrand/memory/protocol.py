@@ -51,19 +51,19 @@ class SideLosses:
 
 
 @dataclass
-class Recomputed:
-    """One tile of a layer, recomputed with a graph.
+class TileGraph:
+    """One tile of a layer with its graph.
 
     Attributes:
         y: the layer's output.
-        roots, root_grads: what else is backpropagated together with y (a carry handed on, side losses).
-        close: called once that is done; finishes the tile and returns its input's gradient and that of its carry.
+        carry: what the tile hands on, without a graph.
+        back: from the gradients of y and of the carry handed on (None for the last tile) to those of the tile's input
+            and of the carry before it; called once, and frees the graph.
     """
 
     y: Tensor
-    roots: list[Tensor]
-    root_grads: list[Tensor]
-    close: Callable[[], tuple[Tensor, Any]]
+    carry: Any
+    back: Callable[[Tensor, Any], tuple[Tensor, Any]]
 
 
 @runtime_checkable
@@ -93,16 +93,17 @@ class ScanLayer(Protocol):
         """Rebuilds what backward needs of all tiles at once; its result goes to `recompute_tile`."""
 
     def recompute_tile(
-        self,
-        x: Tensor,
-        tile: Tile,
-        kept: Sequence[Tensor],
-        d_carry: Any,
-        choices: Choices,
-        opened: Any,
-        side: SideLosses,
-    ) -> Recomputed:
-        """The same tile with a graph and the choices as they were made; d_carry is None for the last tile."""
+        self, x: Tensor, tile: Tile, kept: Sequence[Tensor], choices: Choices, opened: Any, side: SideLosses
+    ) -> TileGraph:
+        """The same tile with a graph and the choices as they were made."""
+
+    def open(self, carry: Any) -> Any:
+        """What `record_tile` needs for all tiles at once, before the first of them."""
+
+    def record_tile(
+        self, x: Tensor, tile: Tile, carry: Any, choices: Choices, opened: Any, side: SideLosses
+    ) -> TileGraph:
+        """`forward_tile` with a graph that is kept until backward, so that nothing is recomputed."""
 
     def warm_up_tile(self, x: Tensor, tile: Tile, d_carry: Any, opened: Any, side: SideLosses) -> Any:
         """Adds the indexer's loss of a tile and its gradients; returns the gradient of the carry before it."""

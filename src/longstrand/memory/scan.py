@@ -13,7 +13,7 @@ output, and the choices; plus the carries at each tile border.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,13 +25,13 @@ from torch import Tensor
 
 from longstrand.memory.borders import Borders
 from longstrand.memory.levers import Levers, kept_inputs
-from longstrand.memory.protocol import Choices, MeanEnd, Recomputed, ScanEnd, ScanLayer, SideLosses
+from longstrand.memory.protocol import Choices, MeanEnd, ScanEnd, ScanLayer, SideLosses, TileGraph
 from longstrand.memory.store import open_streams, pass_demand
 from longstrand.memory.streams import Stream, Streams
 from longstrand.memory.tile_walk import TileWalk
 from longstrand.memory.tiles import PackLayout, Tile
 
-__all__ = ["Choices", "Recomputed", "ScanEnd", "ScanLayer", "SideLosses", "first_trained", "scan_layers"]
+__all__ = ["Choices", "ScanEnd", "ScanLayer", "SideLosses", "TileGraph", "first_trained", "scan_layers"]
 
 
 def scan_layers(
@@ -51,6 +51,8 @@ def scan_layers(
     walks back; `autograd.grad` sees only the embedding. Without a graph a tile goes through all layers at once and
     only carries are kept (`TileWalk`): the same bits.
     """
+    if not levers.recompute and (side.indexer == "warmup" or side.aux_scale):
+        raise ValueError("recompute = False: warm-up and the auxiliary loss need the counts of a whole pass first")
     end = MeanEnd(embedding.detach()) if end is None else end
     trains = any(layer.trains() for layer in layers) or embedding.requires_grad or end.trains()
     if not (torch.is_grad_enabled() and trains):
@@ -96,6 +98,7 @@ class _Walk:
     inputs: dict[int, Stream] = field(default_factory=dict)
     borders: dict[int, Borders] = field(default_factory=dict)
     choices: dict[int, Choices] = field(default_factory=dict)
+    graphs: dict[int, list[TileGraph]] = field(default_factory=dict)  # without recompute, in place of borders
     mean: Stream | None = None
     d_embedding: Tensor | None = None
 
@@ -144,6 +147,9 @@ class _Walk:
 
     def _forward_layer(self, index: int, source: Stream | None, put: Callable[[Tile, Tensor], None]) -> None:
         layer, kept = self.layers[index], index >= self.first
+        if kept and not self.levers.recompute:
+            self._record_layer(index, source, put)
+            return
         below = self.choices.get(index - 1, {})
         choices = layer.new_choices(self.layout.num_tokens, self.embedding.device, below)
         carry, borders = layer.start(self.layout), Borders(self.layout.num_tiles(self.levers.tile))
@@ -158,6 +164,20 @@ class _Walk:
             self.borders[index] = borders
         else:
             self.choices.pop(index - 1, None)
+
+    def _record_layer(self, index: int, source: Stream | None, put: Callable[[Tile, Tensor], None]) -> None:
+        """The same with a graph per tile, kept until backward."""
+        layer, carry = self.layers[index], self.layers[index].start(self.layout)
+        below = self.choices.get(index - 1, {})
+        self.choices[index] = layer.new_choices(self.layout.num_tokens, self.embedding.device, below)
+        opened, self.graphs[index] = layer.open(carry), []
+        for tile in self.layout.tiles(self.levers.tile):
+            # Versions of their own: a kept graph does not mind that later tiles fill in their rows.
+            rows = {name: value.data for name, value in _rows(self.choices[index], tile).items()}
+            graph = layer.record_tile(self._read(source, tile), tile, carry, rows, opened, self.side)
+            carry = graph.carry
+            self.graphs[index].append(graph)
+            put(tile, graph.y.detach())
 
     def _finish(self, out: Tensor, tile: Tile, y: Tensor) -> None:
         mean = y.mean(dim=1)
@@ -192,28 +212,30 @@ class _Walk:
 
     def _backward_layer(self, index: int, above: Callable[[Tile], Tensor]) -> Stream | None:
         """Walks one layer back; its input's stream then holds the gradient of that input."""
-        layer, stream = self.layers[index], self.inputs.pop(index, None)
-        choices, borders = self.choices.pop(index), self.borders.pop(index)
-        opened = layer.reopen(partial(self._read, stream), self.layout, self.levers.tile)
-        d_carry = None
+        stream, d_carry = self.inputs.pop(index, None), None
+        graphs = self._graphs_back(index, stream)
         for tile in self.layout.tiles_back(self.levers.tile):
-            done = layer.recompute_tile(
-                self._read(stream, tile),
-                tile,
-                borders.pop(),
-                d_carry,
-                _rows(choices, tile),
-                opened,
-                self.side,
-            )
-            torch.autograd.backward([done.y, *done.roots], [above(tile), *done.root_grads])
-            dx, d_carry = done.close()
+            dx, d_carry = next(graphs).back(above(tile), d_carry)
             if index > self.first and stream is not None:
                 stream.write(tile, dx)
             elif self.d_embedding is not None:
                 total = dx.to(self.d_embedding.dtype).sum(dim=1)
                 self.d_embedding.index_add_(0, self.tokens[tile.rows], total)
         return stream
+
+    def _graphs_back(self, index: int, stream: Stream | None) -> Iterator[TileGraph]:
+        """The graph of each tile, last one first: as it was kept, or recomputed."""
+        layer, choices = self.layers[index], self.choices.pop(index)
+        if not self.levers.recompute:
+            graphs = self.graphs.pop(index)
+            while graphs:
+                yield graphs.pop()
+            return
+        borders = self.borders.pop(index)
+        opened = layer.reopen(partial(self._read, stream), self.layout, self.levers.tile)
+        for tile in self.layout.tiles_back(self.levers.tile):
+            x, rows = self._read(stream, tile), _rows(choices, tile)
+            yield layer.recompute_tile(x, tile, borders.pop(), rows, opened, self.side)
 
     def _end_gradient(self, d_out: Tensor, tile: Tile) -> Tensor:
         """The gradient of the last layer's output: that of the mean, shared by its streams."""

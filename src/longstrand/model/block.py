@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from longstrand.architecture import Architecture
 from longstrand.memory.borders import Borders
-from longstrand.memory.scan import Choices, Recomputed, SideLosses
+from longstrand.memory.scan import Choices, SideLosses, TileGraph
 from longstrand.memory.tiles import PackLayout, Tile
 from longstrand.model.dsa import Dsa, DsaCarry
 from longstrand.model.ffn import Dense, MixtureOfExperts, aux_loss
@@ -95,8 +95,12 @@ class _Layer(nn.Module):
         out, logits = self.mlp.recompute(h, choices)
         return mhc_update(x, out, post, comb), logits
 
-    def _feed_forward_again(self, x: Tensor, choices: Choices, side: SideLosses, ends: _Ends) -> Tensor:
-        """In recompute, with the router's side loss."""
+    def _feed_forward_with_graph(
+        self, x: Tensor, choices: Choices, side: SideLosses, ends: _Ends, choose: bool
+    ) -> Tensor:
+        """In recompute with the router's side loss; in the first pass its counts are not known yet."""
+        if choose:
+            return self._choose_and_feed_forward(x, choices, side)
         y, logits = self._feed_forward_as_chosen(x, choices)
         if side.aux_scale and logits is not None:
             loss = aux_loss(logits, side)
@@ -122,6 +126,9 @@ class _Ends:
             self.roots.append(root)
             self.grads.append(grad)
 
+    def walk_back(self, y: Tensor, dy: Tensor) -> None:
+        torch.autograd.backward([y, *self.roots], [dy, *self.grads])
+
 
 class _Cut:
     """A tile's graph cut between the hyper-connection and the mixer.
@@ -131,7 +138,8 @@ class _Cut:
     """
 
     def __init__(self, x: Tensor, enter: Callable[[Tensor], Site]) -> None:
-        self.x = x.detach().requires_grad_()
+        # A version of its own: the walk writes dx over x, tile by tile, while graphs of earlier tiles are kept.
+        self.x = x.data.requires_grad_()
         self.site = enter(self.x)
         self.leaves = tuple(part.detach().requires_grad_() for part in self.site)
 
@@ -180,30 +188,50 @@ class KdaLayer(_Layer):
     def reopen(self, read: Callable[[Tile], Tensor], layout: PackLayout, tile_size: int) -> None:
         return None
 
-    @torch.enable_grad()
+    def open(self, carry: KdaCarry) -> None:
+        return None
+
     def recompute_tile(
         self,
         x: Float[Tensor, "T R D"],
         tile: Tile,
         kept: Sequence[Tensor],
-        d_carry: KdaCarry | None,
         choices: Choices,
-        opened: Any,
+        opened: None,
         side: SideLosses,
-    ) -> Recomputed:
-        cut, before, ends = _Cut(x, self._enter_mixer), KdaCarry(*kept).leaf(), _Ends()
+    ) -> TileGraph:
+        return self._with_graph(x, tile, KdaCarry(*kept), choices, side, choose=False)
+
+    def record_tile(
+        self,
+        x: Float[Tensor, "T R D"],
+        tile: Tile,
+        carry: KdaCarry,
+        choices: Choices,
+        opened: None,
+        side: SideLosses,
+    ) -> TileGraph:
+        return self._with_graph(x, tile, carry, choices, side, choose=True)
+
+    @torch.enable_grad()
+    def _with_graph(
+        self, x: Tensor, tile: Tile, carry: KdaCarry, choices: Choices, side: SideLosses, choose: bool
+    ) -> TileGraph:
+        cut, before, ends = _Cut(x, self._enter_mixer), carry.leaf(), _Ends()
         h, post, comb = cut.leaves
         out, after = self.self_attn(h, tile, before)
-        y = self._feed_forward_again(mhc_update(cut.x, out, post, comb), choices, side, ends)
-        if d_carry is not None:
-            ends.add(after.tail, d_carry.tail)
-            ends.add(after.state, d_carry.state)
+        x = mhc_update(cut.x, out, post, comb)
+        y = self._feed_forward_with_graph(x, choices, side, ends, choose)
 
-        def close() -> tuple[Tensor, KdaCarry]:
+        def back(dy: Tensor, d_carry: KdaCarry | None) -> tuple[Tensor, KdaCarry]:
+            if d_carry is not None:
+                ends.add(after.tail, d_carry.tail)
+                ends.add(after.state, d_carry.state)
+            ends.walk_back(y, dy)
             grads = (gradient_of(before.tail), gradient_of(before.state))
             return cut.join(), KdaCarry(*grads)
 
-        return Recomputed(y, ends.roots, ends.grads, close)
+        return TileGraph(y, KdaCarry(after.tail.detach(), after.state.detach()), back)
 
 
 @dataclass(frozen=True)
@@ -211,12 +239,13 @@ class _Opened:
     """A DSA layer's buffers during its walk back, and their gradients in float32."""
 
     appended: DsaCarry  # after the last tile
-    tails: Borders
+    tails: Borders | None  # None while tiles are recorded: they come with their carries
     latents: Tensor  # gradient of the latents, complete for a tile once all later tiles are done
     pool_keys: Tensor
 
     def enter_last(self) -> DsaCarry:
         """The carry that the last tile not yet walked back enters."""
+        assert self.tails is not None
         return replace(self.appended, tail=self.tails.pop()[0])
 
 
@@ -274,24 +303,56 @@ class DsaLayer(_Layer):
         d_latents, d_pool_keys = map(attention.new_gradient, (carry.latents, carry.pool_keys))
         return _Opened(carry, tails, d_latents, d_pool_keys)
 
-    @torch.enable_grad()
+    def open(self, carry: DsaCarry) -> _Opened:
+        grads = map(self.self_attn.new_gradient, (carry.latents, carry.pool_keys))
+        return _Opened(carry, None, *grads)
+
     def recompute_tile(
         self,
         x: Float[Tensor, "T R D"],
         tile: Tile,
         kept: Sequence[Tensor],
-        d_carry: Tensor | None,
         choices: Choices,
         opened: _Opened,
         side: SideLosses,
-    ) -> Recomputed:
-        attention, entered = self.self_attn, opened.enter_last()
-        cut, ends = _Cut(x, self._enter_mixer), _Ends()
+    ) -> TileGraph:
+        return self._with_graph(x, tile, opened.enter_last(), choices, opened, side)
+
+    def record_tile(
+        self,
+        x: Float[Tensor, "T R D"],
+        tile: Tile,
+        carry: DsaCarry,
+        choices: Choices,
+        opened: _Opened,
+        side: SideLosses,
+    ) -> TileGraph:
+        # Versions of their own: later tiles write to rows that this one does not read.
+        carry = replace(carry, latents=carry.latents.data, pool_keys=carry.pool_keys.data)
+        return self._with_graph(x, tile, carry, choices, opened, side, choose=True)
+
+    @torch.enable_grad()
+    def _with_graph(
+        self,
+        x: Tensor,
+        tile: Tile,
+        carry: DsaCarry,
+        choices: Choices,
+        opened: _Opened,
+        side: SideLosses,
+        choose: bool = False,
+    ) -> TileGraph:
+        attention, cut, ends, entered = self.self_attn, _Cut(x, self._enter_mixer), _Ends(), carry
         h, post, comb = cut.leaves
         latents = attention.latents(h)
         q_resid = attention.query_residual(h)
+        if choose:
+            with torch.no_grad():
+                carry = attention.append(h, tile, carry)
+                if attention.indexer is not None:
+                    choices["pools"].copy_(attention.select(h, q_resid, tile, carry))
         out, mass = attention.attend(
-            attention.queries(q_resid), entered, opened.latents, choices["pools"], tile
+            attention.queries(q_resid), carry, opened.latents, choices["pools"], tile
         )
         keys = None
         if side.indexer == "sparse" and self.learns_to_select():
@@ -300,14 +361,15 @@ class DsaLayer(_Layer):
             side.indexer_kl += float(loss.detach())
             ends.add(loss, loss.new_tensor(side.indexer_scale))
         x = mhc_update(cut.x, attention.project(out), post, comb)
-        y = self._feed_forward_again(x, choices, side, ends)
+        y = self._feed_forward_with_graph(x, choices, side, ends, choose)
 
-        def close() -> tuple[Tensor, Tensor | None]:
+        def back(dy: Tensor, d_carry: Tensor | None) -> tuple[Tensor, Tensor | None]:
+            ends.walk_back(y, dy)
             grad = opened.latents.index_select(0, tile.slots)
             torch.autograd.backward(latents, grad.to(latents.dtype))
             return cut.join(), None if keys is None else keys.walk_back(d_carry)
 
-        return Recomputed(y, ends.roots, ends.grads, close)
+        return TileGraph(y, carry, back)
 
     @torch.enable_grad()
     def warm_up_tile(

@@ -40,7 +40,8 @@ class _SelectedLoss(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, weights: Tensor, keys: Tensor, d_keys: Tensor, pools: Tensor, target: Tensor
     ) -> Tensor:
-        ctx.save_for_backward(q, weights, keys, d_keys, pools, target)
+        ctx.save_for_backward(q, weights, keys, pools, target)
+        ctx.d_keys = d_keys  # not saved: it is added to between forward and backward
         loss = q.new_zeros(())
         for rows, gathered, _ in _blocks(q, keys, pools):
             scores = torch.einsum("th,thi->ti", weights[rows], torch.bmm(q[rows], gathered.mT).relu_())
@@ -51,7 +52,8 @@ class _SelectedLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor | None, ...]:
-        q, weights, keys, d_keys, pools, target = ctx.saved_tensors
+        q, weights, keys, pools, target = ctx.saved_tensors
+        d_keys = ctx.d_keys
         dq, d_weights = torch.empty_like(q), torch.empty_like(weights)
         for rows, gathered, ids in _blocks(q, keys, pools):
             active = torch.bmm(q[rows], gathered.mT).relu_()  # T H I

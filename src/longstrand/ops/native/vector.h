@@ -45,6 +45,16 @@ template <class S> static inline void store(S* p, Lanes v, int64_t n) {
   std::memcpy(p, end, n * sizeof(S));
 }
 
+// Keeps a value that several products read in a register: the compiler would load it again for each of them, and loads,
+// not products, would set the pace.
+static inline void in_register(Lanes& v) {
+#ifdef __AVX512F__
+  asm("" : "+v"(v));
+#else
+  (void)v;
+#endif
+}
+
 static inline float sum(Lanes v) {
   typedef float Eight __attribute__((vector_size(32)));
   typedef float Four __attribute__((vector_size(16)));
@@ -112,26 +122,40 @@ static inline void transpose(const float* in, int64_t stride_in, float* out, int
 
 // C[m, n] = alpha A B + beta C for small matrices in cache; m is a multiple of 8, n of 16.
 // The element (i, k) of A lies at A[i * a_row + k * a_column], so a transposed A needs no copy.
-template <int ROWS>
-static inline void product_rows(float* c, int64_t ldc, const float* a, int64_t a_row, int64_t a_column,
-                                const float* b, int64_t ldb, int64_t n, int64_t k, float alpha, float beta) {
-  for (int64_t j = 0; j < n; j += LANES) {
-    Lanes acc[ROWS] = {};
-    for (int64_t l = 0; l < k; l++) {
-      Lanes row = load(b + l * ldb + j);
-#pragma GCC unroll 16
-      for (int i = 0; i < ROWS; i++) acc[i] += a[i * a_row + l * a_column] * row;
+template <int VECTORS>
+static inline void product_columns(float* c, int64_t ldc, const float* a, int64_t a_row, int64_t a_column,
+                                   const float* b, int64_t ldb, int64_t k, float alpha, float beta) {
+  constexpr int ROWS = 8;
+  Lanes acc[ROWS][VECTORS] = {};
+  for (int64_t l = 0; l < k; l++) {
+    Lanes row[VECTORS];
+#pragma GCC unroll 2
+    for (int v = 0; v < VECTORS; v++) {
+      row[v] = load(b + l * ldb + v * LANES);
+      in_register(row[v]);
     }
-#pragma GCC unroll 16
+#pragma GCC unroll 8
     for (int i = 0; i < ROWS; i++) {
-      Lanes value = alpha * acc[i];
-      if (beta != 0) value += beta * load(c + i * ldc + j);
-      store(c + i * ldc + j, value);
+      Lanes left = splat(a[i * a_row + l * a_column]);
+#pragma GCC unroll 2
+      for (int v = 0; v < VECTORS; v++) acc[i][v] += left * row[v];
     }
   }
+#pragma GCC unroll 8
+  for (int i = 0; i < ROWS; i++)
+#pragma GCC unroll 2
+    for (int v = 0; v < VECTORS; v++) {
+      float* to = c + i * ldc + v * LANES;
+      Lanes value = alpha * acc[i][v];
+      store(to, beta != 0 ? value + beta * load(to) : value);
+    }
 }
 static inline void product(float* c, int64_t ldc, const float* a, int64_t a_row, int64_t a_column, const float* b,
                            int64_t ldb, int64_t m, int64_t n, int64_t k, float alpha, float beta) {
-  for (int64_t i = 0; i < m; i += 8)
-    product_rows<8>(c + i * ldc, ldc, a + i * a_row, a_row, a_column, b, ldb, n, k, alpha, beta);
+  for (int64_t i = 0; i < m; i += 8) {
+    int64_t j = 0;
+    for (; j + 2 * LANES <= n; j += 2 * LANES)
+      product_columns<2>(c + i * ldc + j, ldc, a + i * a_row, a_row, a_column, b + j, ldb, k, alpha, beta);
+    if (j < n) product_columns<1>(c + i * ldc + j, ldc, a + i * a_row, a_row, a_column, b + j, ldb, k, alpha, beta);
+  }
 }

@@ -59,6 +59,7 @@ inline void score(const Problem& p, const int64_t (&row)[ROWS], const float* key
     Lanes acc[ROWS][2] = {};
     for (int64_t d = 0; d < p.width; d++) {
       Lanes a = load(keys + d * LANES), b = load(keys + (p.width + d) * LANES);
+      in_register(a), in_register(b);
 #pragma GCC unroll 4
       for (int r = 0; r < ROWS; r++) acc[r][0] += q[r][d] * a, acc[r][1] += q[r][d] * b;
     }

@@ -62,14 +62,16 @@ class _SparseAttention(torch.autograd.Function):
             torch.bmm(probabilities.to(q.dtype), gathered, out=out[rows])
             shaped = probabilities.unflatten(-1, (-1, kpool))[:, :, :-1]
             mass[rows] = shaped.sum(dim=(1, 3))
-        ctx.save_for_backward(q, latents, d_latents, pools, slots)
+        ctx.save_for_backward(q, latents, pools, slots)
+        ctx.d_latents = d_latents  # not saved: it is added to between forward and backward
         ctx.kpool, ctx.scale = kpool, scale
         ctx.mark_non_differentiable(mass)
         return out, mass
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        q, latents, d_latents, pools, slots = ctx.saved_tensors
+        q, latents, pools, slots = ctx.saved_tensors
+        d_latents = ctx.d_latents
         kpool, scale = ctx.kpool, ctx.scale
         dq = torch.empty_like(q)
         d_pools = d_latents.view(-1, kpool * latents.shape[-1])
@@ -132,13 +134,15 @@ class _NativeSparseAttention(torch.autograd.Function):
         out, mass = torch.empty_like(q), q.new_empty(pools.shape, dtype=torch.float32)
         ctx.sizes = (*q.shape, pools.shape[1], kpool, float(scale))
         call(f"sparse_attention_forward_{SUFFIX[q.dtype]}", q, latents, pools, slots, *ctx.sizes, out, mass)
-        ctx.save_for_backward(q, latents, d_latents, pools, slots)
+        ctx.save_for_backward(q, latents, pools, slots)
+        ctx.d_latents = d_latents  # not saved: it is added to between forward and backward
         ctx.mark_non_differentiable(mass)
         return out, mass
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        q, latents, d_latents, pools, slots = ctx.saved_tensors
+        q, latents, pools, slots = ctx.saved_tensors
+        d_latents = ctx.d_latents
         dq = torch.empty_like(q)
         call(
             f"sparse_attention_backward_{SUFFIX[q.dtype]}",

@@ -31,7 +31,24 @@ struct Seen {
   }
 };
 
-// scores[h, n] = q[h] . latents[row n], for one or two sets of queries at once.
+// scores[h, n] = q[h] . latents[row n] for 16 rows, given by columns, and four heads (fewer: the first is repeated).
+inline void score_heads(const float* columns, int64_t W, const float* q, int64_t heads, float* scores, int64_t N) {
+  constexpr int HEADS = 4;
+  for (int64_t h = 0; h < heads; h += HEADS) {
+    const float* at[HEADS];
+    Lanes acc[HEADS][2] = {};
+    for (int64_t i = 0; i < HEADS; i++) at[i] = q + (h + i < heads ? h + i : h) * W;
+    for (int64_t c = 0; c < W; c += 2) {
+      Lanes u = load(columns + c * LANES), v = load(columns + (c + 1) * LANES);
+      in_register(u), in_register(v);
+#pragma GCC unroll 4
+      for (int i = 0; i < HEADS; i++) acc[i][0] += at[i][c] * u, acc[i][1] += at[i][c + 1] * v;
+    }
+    for (int64_t i = 0; i < HEADS && h + i < heads; i++) store(scores + (h + i) * N, acc[i][0] + acc[i][1]);
+  }
+}
+
+// Scores of all that a token sees, for one or two sets of queries at once.
 template <class S>
 void score(const Sizes& s, const Seen& seen, const S* latents, const float* a, float* to_a, const float* b, float* to_b,
            float* columns) {
@@ -42,17 +59,8 @@ void score(const Sizes& s, const Seen& seen, const S* latents, const float* a, f
       for (int64_t i = 0; i < LANES; i++) store(rows + i * LANES, load(latents + seen.row[n + i] * s.width + c, s.width - c));
       transpose(rows, LANES, columns + c * LANES, LANES);
     }
-    for (int64_t h = 0; h < s.heads; h++) {
-      Lanes x0 = {}, x1 = {}, y0 = {}, y1 = {};
-      const float *qa = a + h * W, *qb = b ? b + h * W : nullptr;
-      for (int64_t c = 0; c < W; c += 2) {
-        Lanes u = load(columns + c * LANES), v = load(columns + (c + 1) * LANES);
-        x0 += qa[c] * u, x1 += qa[c + 1] * v;
-        if (qb) y0 += qb[c] * u, y1 += qb[c + 1] * v;
-      }
-      store(to_a + h * N + n, x0 + x1);
-      if (qb) store(to_b + h * N + n, y0 + y1);
-    }
+    score_heads(columns, W, a, s.heads, to_a + n, N);
+    if (b) score_heads(columns, W, b, s.heads, to_b + n, N);
   }
 }
 
@@ -77,23 +85,40 @@ void softmax(const Sizes& s, const Seen& seen, float scale, float* scores) {
   }
 }
 
-// out[h] = sum_n weights[h, n] latents[row n]
+// out[h] = sum_n weights[h, n] latents[row n], for four heads and VECTORS vectors of columns at once.
+template <int VECTORS, class S>
+void mix_columns(const Sizes& s, const Seen& seen, const S* latents, const float* weights, int64_t heads, int64_t n_last,
+                 S* out) {
+  int64_t N = s.rows();
+  const float* w[4];
+  Lanes acc[4][VECTORS] = {};
+  for (int64_t i = 0; i < 4; i++) w[i] = weights + (i < heads ? i : 0) * N;
+  for (int64_t n = 0; n < seen.count; n++) {
+    Lanes row[VECTORS];
+#pragma GCC unroll 2
+    for (int v = 0; v < VECTORS; v++) {
+      row[v] = load(latents + seen.row[n] * s.width + v * LANES, v == VECTORS - 1 ? n_last : LANES);
+      in_register(row[v]);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+      Lanes weight = splat(w[i][n]);
+#pragma GCC unroll 2
+      for (int v = 0; v < VECTORS; v++) acc[i][v] += weight * row[v];
+    }
+  }
+  for (int64_t i = 0; i < heads; i++)
+    for (int v = 0; v < VECTORS; v++) store(out + i * s.width + v * LANES, acc[i][v], v == VECTORS - 1 ? n_last : LANES);
+}
+
 template <class S>
 void mix(const Sizes& s, const Seen& seen, const S* latents, const float* weights, S* out) {
-  int64_t N = s.rows();
-  for (int64_t h0 = 0; h0 < s.heads; h0 += 4) {
-    int64_t some = min64(4, s.heads - h0);
-    for (int64_t c = 0; c < s.width; c += LANES) {
-      Lanes acc[4] = {};
-      const float* w[4];
-      for (int64_t i = 0; i < 4; i++) w[i] = weights + (h0 + (i < some ? i : 0)) * N;
-      for (int64_t n = 0; n < seen.count; n++) {
-        Lanes row = load(latents + seen.row[n] * s.width + c, s.width - c);
-#pragma GCC unroll 4
-        for (int i = 0; i < 4; i++) acc[i] += w[i][n] * row;
-      }
-      for (int64_t i = 0; i < some; i++) store(out + (h0 + i) * s.width + c, acc[i], s.width - c);
-    }
+  for (int64_t h = 0; h < s.heads; h += 4) {
+    int64_t heads = min64(4, s.heads - h), c = 0;
+    for (; c + 2 * LANES <= s.width; c += 2 * LANES)
+      mix_columns<2>(s, seen, latents + c, weights + h * s.rows(), heads, LANES, out + h * s.width + c);
+    for (; c < s.width; c += LANES)
+      mix_columns<1>(s, seen, latents + c, weights + h * s.rows(), heads, s.width - c, out + h * s.width + c);
   }
 }
 
