@@ -55,6 +55,9 @@ static inline void in_register(Lanes& v) {
 #endif
 }
 
+// For a product's inner loop: inlined into a large function, its sums would lose their registers.
+#define OWN_REGISTERS __attribute__((noinline))
+
 static inline float sum(Lanes v) {
   typedef float Eight __attribute__((vector_size(32)));
   typedef float Four __attribute__((vector_size(16)));
@@ -123,7 +126,7 @@ static inline void transpose(const float* in, int64_t stride_in, float* out, int
 // C[m, n] = alpha A B + beta C for small matrices in cache; m is a multiple of 8, n of 16.
 // The element (i, k) of A lies at A[i * a_row + k * a_column], so a transposed A needs no copy.
 template <int VECTORS>
-static inline void product_columns(float* c, int64_t ldc, const float* a, int64_t a_row, int64_t a_column,
+static OWN_REGISTERS void product_columns(float* c, int64_t ldc, const float* a, int64_t a_row, int64_t a_column,
                                    const float* b, int64_t ldb, int64_t k, float alpha, float beta) {
   constexpr int ROWS = 8;
   Lanes acc[ROWS][VECTORS] = {};

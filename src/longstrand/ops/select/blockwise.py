@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
@@ -74,11 +75,13 @@ def _select_in_kernel(
     packed = torch.empty(-(-len(seen) // 32) * 32, keys.shape[1])  # the inner loop takes 32 pools
     call("select_pack_keys", seen, len(seen), keys.shape[1], packed)
     packed[-(-len(seen) // 16) * 16 :] = 0
-    scaled = (q.float() * q.shape[-1] ** -0.5).contiguous()
+    spare = (0, 0) * (q.dim() - 1) + (0, 3)  # the inner loop takes four rows
+    scaled = F.pad(q.float() * q.shape[-1] ** -0.5, spare)
+    weights = F.pad(weights.float(), spare[2:])
     first_pool, num_visible = first_pool.contiguous(), num_visible.contiguous()
     call(
         "select_pools",
-        *(scaled, weights.float().contiguous(), packed, first_pool, num_visible),
+        *(scaled, weights, packed, first_pool, num_visible),
         *(*q.shape, chosen.shape[1], begin, end, chosen),
     )
 

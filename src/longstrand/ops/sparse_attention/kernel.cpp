@@ -32,7 +32,7 @@ struct Seen {
 };
 
 // scores[h, n] = q[h] . latents[row n] for 16 rows, given by columns, and four heads (fewer: the first is repeated).
-inline void score_heads(const float* columns, int64_t W, const float* q, int64_t heads, float* scores, int64_t N) {
+OWN_REGISTERS void score_heads(const float* columns, int64_t W, const float* q, int64_t heads, float* scores, int64_t N) {
   constexpr int HEADS = 4;
   for (int64_t h = 0; h < heads; h += HEADS) {
     const float* at[HEADS];
@@ -87,7 +87,7 @@ void softmax(const Sizes& s, const Seen& seen, float scale, float* scores) {
 
 // out[h] = sum_n weights[h, n] latents[row n], for four heads and VECTORS vectors of columns at once.
 template <int VECTORS, class S>
-void mix_columns(const Sizes& s, const Seen& seen, const S* latents, const float* weights, int64_t heads, int64_t n_last,
+OWN_REGISTERS void mix_columns(const Sizes& s, const Seen& seen, const S* latents, const float* weights, int64_t heads, int64_t n_last,
                  S* out) {
   int64_t N = s.rows();
   const float* w[4];
