@@ -42,7 +42,9 @@ class Levers:
         if (self.offload == "disk") != (self.spool is not None):
             raise ValueError('spool is the folder of offload = "disk": give both or none')
         if not self.recompute and (self.keep_every > 1 or self.offload != "none"):
-            raise ValueError("recompute = False keeps all activations: keep_every and offload would save nothing")
+            raise ValueError(
+                "recompute = False keeps all activations: keep_every and offload would save nothing"
+            )
 
 
 def levers_of(settings: MemorySection, run: str | Path) -> Levers:

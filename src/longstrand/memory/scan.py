@@ -52,7 +52,9 @@ def scan_layers(
     only carries are kept (`TileWalk`): the same bits.
     """
     if not levers.recompute and (side.indexer == "warmup" or side.aux_scale):
-        raise ValueError("recompute = False: warm-up and the auxiliary loss need the counts of a whole pass first")
+        raise ValueError(
+            "recompute = False: warm-up and the auxiliary loss need the counts of a whole pass first"
+        )
     end = MeanEnd(embedding.detach()) if end is None else end
     trains = any(layer.trains() for layer in layers) or embedding.requires_grad or end.trains()
     if not (torch.is_grad_enabled() and trains):
