@@ -19,10 +19,11 @@ KINDS = "KDDKD"  # DD: the second shares the first one's pools
 TILE = 16
 
 
-def outcome(trained, mode, levers):
+def outcome(trained, mode, levers, aux_scale=None):
     """Log-probabilities, every gradient, the side losses and the experts' counts of one pass."""
     given = Pack.from_documents(documents(LENGTHS))
     side = losses(given, mode)
+    side.aux_scale = side.aux_scale if aux_scale is None else aux_scale
     trained.zero_grad(set_to_none=True)
     logprobs = trained.token_logprobs(given, side=side, levers=levers)
     weight = torch.randn(len(given), generator=torch.Generator().manual_seed(3))
@@ -52,6 +53,24 @@ def assert_same(found, wanted):
 @pytest.mark.parametrize("keep_every", [2, 3])
 def test_layers_run_again_give_the_inputs_they_gave_before(mode, keep_every):
     assert_same(outcome(trained_in(mode), mode, Levers(TILE, keep_every)), without_levers(mode))
+
+
+@pytest.mark.parametrize("mode", ["frozen", "sparse"])
+@pytest.mark.parametrize("train", ["all", "upper layers"])
+def test_graphs_that_are_kept_give_what_recomputed_ones_give(mode, train):
+    trained = trained_in(mode)
+    for name, parameter in trained.named_parameters():
+        parameter.requires_grad_(train == "all" or name.startswith(("layers.1", "layers.3", "lm_head")))
+    wanted = outcome(trained, mode, Levers(TILE), aux_scale=0.0)
+    assert_same(outcome(trained, mode, Levers(TILE, recompute=False), aux_scale=0.0), wanted)
+
+
+def test_kept_graphs_are_refused_where_the_counts_of_a_whole_pass_come_first():
+    for mode, aux_scale in (("warmup", 0.0), ("frozen", 0.3)):
+        with pytest.raises(ValueError, match="need the counts of a whole pass first"):
+            outcome(trained_in(mode), mode, Levers(TILE, recompute=False), aux_scale)
+    with pytest.raises(ValueError, match="keep_every and offload would save nothing"):
+        Levers(TILE, keep_every=2, recompute=False)
 
 
 @pytest.mark.parametrize("mode", MODES)

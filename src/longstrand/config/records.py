@@ -267,8 +267,8 @@ class Recipe(Record):
     def _evaluation_possible(self) -> Recipe:
         if not self.memory.recompute and (self.train.indexer == "warmup" or self.train.balance == "aux"):
             raise ValueError(
-                'memory.recompute = false: train.indexer = "warmup" and train.balance = "aux" need a whole forward pass '
-                "before the first gradient; set memory.recompute = true"
+                'memory.recompute = false: train.indexer = "warmup" and train.balance = "aux" need a whole '
+                "forward pass before the first gradient; set memory.recompute = true"
             )
         if self.evaluate.control and self.data.families is None:
             raise ValueError(
