@@ -34,7 +34,7 @@ class Trial:
         side: ours, or transformers' text model with gradient checkpointing, sdpa, no cache and our weights.
         config, dtype: the drawn model.
         threads: of torch and of OpenMP.
-        tile, keep_every, offload: ours only, as in `[memory]`.
+        tile, recompute, keep_every, offload: ours only, as in `[memory]`.
         kernels: ours only: the ops in their CPU kernels or in plain torch; "auto": where a compiler is.
         experts: transformers' way to compute experts.
         fasta: real bases of human X instead of random tokens.
@@ -50,6 +50,7 @@ class Trial:
     dtype: str = "float32"
     threads: int = 2
     tile: int = 1024
+    recompute: bool = True
     keep_every: int = 1
     offload: Offload = "none"
     kernels: Kernels = "auto"
@@ -65,7 +66,11 @@ class Trial:
     def levers(self) -> Levers:
         """As a pass takes them."""
         return Levers(
-            self.tile, self.keep_every, self.offload, self.spool if self.offload == "disk" else None
+            self.tile,
+            self.keep_every,
+            self.offload,
+            self.spool if self.offload == "disk" else None,
+            self.recompute,
         )
 
     def settings(self) -> dict[str, Any]:
@@ -142,6 +147,9 @@ def parser(name: str, text: str | None) -> argparse.ArgumentParser:
     made.add_argument("--config", choices=("toy", "wide"), default="toy")
     made.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     made.add_argument("--tile", type=int, default=1024)
+    made.add_argument(
+        "--no-recompute", action="store_true", help="keep activations (memory.recompute = false)"
+    )
     made.add_argument("--keep-every", type=int, default=1)
     made.add_argument("--offload", choices=get_args(Offload), default="none")
     made.add_argument("--spool", help="folder for the disk spool; by default the system's temporary folder")
@@ -159,6 +167,7 @@ def trial_from(options: argparse.Namespace, tokens: int = 0) -> Trial:
         dtype=options.dtype,
         threads=options.threads,
         tile=options.tile,
+        recompute=not options.no_recompute,
         keep_every=options.keep_every,
         offload=options.offload,
         kernels=options.kernels,
