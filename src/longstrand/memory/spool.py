@@ -10,7 +10,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import logging
-import mmap
 import os
 import weakref
 from collections.abc import Callable
@@ -70,23 +69,21 @@ class Spool:
 
     def save(self, at: int, value: Tensor, dtype: torch.dtype) -> Transfer:
         pages = _pages(value.numel() * dtype.itemsize)
-        torch.frombuffer(pages, dtype=dtype, count=value.numel()).view(value.shape).copy_(value)
+        _as_tile(pages, tuple(value.shape), dtype).copy_(value)
         return self._threads.submit(self._move, os.pwritev, pages, at)
 
     def load(self, at: int, shape: tuple[int, ...], dtype: torch.dtype) -> Transfer:
         pages = _pages(prod(shape) * dtype.itemsize)
         moving = self._threads.submit(self._move, os.preadv, pages, at)
-        return _Load(
-            moving, torch.frombuffer(pages, dtype=dtype, count=prod(shape)).view(shape), self._device
-        )
+        return _Load(moving, _as_tile(pages, shape, dtype), self._device)
 
     def close(self) -> None:
         self._threads.shutdown(wait=True, cancel_futures=True)
         self._closed()
 
-    def _move(self, move: Callable[..., int], pages: mmap.mmap, at: int) -> None:
+    def _move(self, move: Callable[..., int], pages: Tensor, at: int) -> None:
         """Reads or writes all of the pages; both give up the interpreter's lock."""
-        view, moved = memoryview(pages), 0
+        view, moved = _bytes_of(pages), 0
         try:
             while moved < len(view):
                 step = move(self._file, [view[moved:]], at + moved)
@@ -180,7 +177,7 @@ def _require_direct(file: int, folder: Path) -> None:
     """Tries one page; where direct I/O is refused, the spool goes through the page cache, and that is said."""
     flags = fcntl.fcntl(file, fcntl.F_GETFL)
     try:
-        os.pwritev(file, [_pages(PAGE)], 0)
+        os.pwritev(file, [_bytes_of(_pages(PAGE).zero_())], 0)
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
@@ -204,9 +201,20 @@ def _remove(path: Path, file: int) -> None:
     os.close(file)
 
 
-def _pages(num_bytes: int) -> mmap.mmap:
-    """Whole pages of their own: aligned as direct I/O asks, and given back to the system when dropped."""
-    return mmap.mmap(-1, -(-num_bytes // PAGE) * PAGE)
+def _pages(num_bytes: int) -> Tensor:
+    """Whole pages, aligned as direct I/O asks; from torch's allocator, which gives warm ones again (fresh ones fault)."""
+    size = -(-num_bytes // PAGE) * PAGE
+    block = torch.empty(size + PAGE, dtype=torch.uint8)
+    start = -block.data_ptr() % PAGE
+    return block[start : start + size]
+
+
+def _bytes_of(pages: Tensor) -> memoryview:
+    return memoryview(pages.numpy())  # type: ignore[arg-type]  # numpy's stubs do not say that arrays are buffers
+
+
+def _as_tile(pages: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return pages[: prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
 
 def _failure(path: Path, what: str, error: OSError) -> RunFailed:
