@@ -202,7 +202,7 @@ def _remove(path: Path, file: int) -> None:
 
 
 def _pages(num_bytes: int) -> Tensor:
-    """Whole pages, aligned as direct I/O asks; from torch's allocator, which gives warm ones again (fresh ones fault)."""
+    """Whole pages, aligned as direct I/O asks; the allocator gives warm ones again, where fresh ones fault."""
     size = -(-num_bytes // PAGE) * PAGE
     block = torch.empty(size + PAGE, dtype=torch.uint8)
     start = -block.data_ptr() % PAGE
