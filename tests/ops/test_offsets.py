@@ -64,5 +64,5 @@ def test_ids_are_narrow_only_where_they_are_stored():
     }
     assert narrow <= {
         *("ops/select/blockwise.py", "ops/select/reference.py", "ops/sparse_attention/gathered.py"),
-        *("model/dsa.py", "model/ffn.py", "memory/host.py"),
+        *("model/dsa.py", "model/ffn.py", "memory/host.py", "memory/spool.py"),
     }
