@@ -300,8 +300,7 @@ class DsaLayer(_Layer):
             for tile in layout.tiles(tile_size):
                 tails.push([carry.tail])
                 carry = attention.append(self._enter_mixer(read(tile))[0], tile, carry)
-        d_latents, d_pool_keys = map(attention.new_gradient, (carry.latents, carry.pool_keys))
-        return _Opened(carry, tails, d_latents, d_pool_keys)
+        return replace(self.open(carry), tails=tails)
 
     def open(self, carry: DsaCarry) -> _Opened:
         grads = map(self.self_attn.new_gradient, (carry.latents, carry.pool_keys))

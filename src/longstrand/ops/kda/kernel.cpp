@@ -153,10 +153,14 @@ void Chunk::read(const Sizes& s, const Inputs& in, int64_t b, int64_t h, int64_t
     }
 }
 
-// v - k_in S, then its product with beta solved against I + lower.
-void solve(const Chunk& c, const float* state, float* residual, float* v_new) {
+// v - k_in S
+void subtract_carried(const Chunk& c, const float* state, float* residual) {
   std::memcpy(residual, c.v, C * c.V * sizeof(float));
   product(residual, c.V, c.k_in, c.K, 1, state, c.V, C, c.V, c.K, -1, 1);
+}
+
+// The residual's product with beta, solved against I + lower.
+void solve(const Chunk& c, const float* residual, float* v_new) {
   for (int64_t j = 0; j < c.V; j += LANES) {
     Lanes rows[C];
 #pragma GCC unroll 16
@@ -184,7 +188,8 @@ void scan(const Sizes& s, const Inputs& in, const float* state_in, float* out, f
     for (int64_t chunk = 0; chunk < s.chunks(); chunk++) {
       c.read(s, in, b, h, chunk);
       if (states) std::memcpy(states + (chunk * s.batch * s.heads + row) * K * V, S, K * V * sizeof(float));
-      solve(c, S, residual, v_new);
+      subtract_carried(c, S, residual);
+      solve(c, residual, v_new);
       product(o, V, c.q_in, K, 1, S, V, C, V, K, 1, 0);
       product(o, V, c.scores, C, 1, v_new, V, C, V, C, 1, 1);
       if (v_news) std::memcpy(v_news + (chunk * s.batch * s.heads + row) * C * V, v_new, C * V * sizeof(float));
@@ -220,11 +225,11 @@ void scan_backward(const Sizes& s, const Inputs& in, const float* states, const 
     int64_t b = row / s.heads, h = row % s.heads, rows = s.batch * s.heads;
     Chunk c(s.key, s.value);
     int64_t K = c.K, V = c.V;
-    std::vector<float> space(3 * K * V + 7 * C * V + 6 * C * K + 2 * C * C + K, 0.0f);
+    std::vector<float> space(3 * K * V + 6 * C * V + 6 * C * K + 2 * C * C + K, 0.0f);
     float* p = space.data();
     auto take = [&](int64_t n) { float* part = p; p += n; return part; };
     float *dS = take(K * V), *S_t = take(K * V), *dS_t = take(K * V);
-    float *dO = take(C * V), *residual = take(C * V), *unused = take(C * V), *d_new = take(C * V), *bd = take(C * V),
+    float *dO = take(C * V), *residual = take(C * V), *d_new = take(C * V), *bd = take(C * V),
           *v_t = take(C * V), *d_rhs = take(C * V);
     float *dqm = take(C * K), *dkm = take(C * K), *dkr = take(C * K), *cross = take(C * K), *d_in = take(C * K),
           *dG = take(C * K);
@@ -241,7 +246,7 @@ void scan_backward(const Sizes& s, const Inputs& in, const float* states, const 
       for (int64_t r = 0; r < c.count; r++)
         std::memcpy(dO + r * V, d_out + ((token + r) * s.heads + h) * s.value, s.value * sizeof(float));
       if (c.count < C) std::memset(dO + c.count * V, 0, (C - c.count) * V * sizeof(float));
-      solve(c, S, residual, unused);
+      subtract_carried(c, S, residual);
 
       // 1. Back through the output and the next state to v_new, then through the system to its right side.
       product(d_new, V, c.scores, 1, C, dO, V, C, V, C, 1, 0);

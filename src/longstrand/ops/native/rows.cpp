@@ -19,17 +19,21 @@ struct Partial {
   }
 };
 
+template <class X> float reciprocal_norm(const X* row, int64_t width, float eps) {
+  Lanes square = {};
+  for (int64_t c = 0; c < width; c += LANES) {
+    Lanes v = load(row + c, width - c);
+    square += v * v;
+  }
+  return 1.0f / std::sqrt(sum(square) / width + eps);
+}
+
 // y = x rstd weight, times sigmoid(gate) where there is a gate; X is x's type, S that of gate and y.
 template <class X, class S>
 void norm_forward(const X* x, const S* gate, const float* weight, int64_t rows, int64_t width, float eps, S* y) {
 #pragma omp parallel for schedule(static)
   for (int64_t r = 0; r < rows; r++) {
-    Lanes square = {};
-    for (int64_t c = 0; c < width; c += LANES) {
-      Lanes v = load(x + r * width + c, width - c);
-      square += v * v;
-    }
-    float rstd = 1.0f / std::sqrt(sum(square) / width + eps);
+    float rstd = reciprocal_norm(x + r * width, width, eps);
     for (int64_t c = 0; c < width; c += LANES) {
       int64_t n = width - c, at = r * width + c;
       Lanes v = load(x + at, n) * rstd * load(weight + c, n);
@@ -49,12 +53,8 @@ void norm_backward(const X* x, const S* gate, const float* weight, const S* dy, 
     float *normed = row.data(), *above = normed + padded(width);
 #pragma omp for schedule(static)
     for (int64_t r = 0; r < rows; r++) {
-      Lanes square = {}, dot = {};
-      for (int64_t c = 0; c < width; c += LANES) {
-        Lanes v = load(x + r * width + c, width - c);
-        square += v * v;
-      }
-      float rstd = 1.0f / std::sqrt(sum(square) / width + eps);
+      Lanes dot = {};
+      float rstd = reciprocal_norm(x + r * width, width, eps);
       for (int64_t c = 0; c < width; c += LANES) {
         int64_t n = width - c, at = r * width + c;
         Lanes v = load(x + at, n) * rstd, d = load(dy + at, n), w = load(weight + c, n);

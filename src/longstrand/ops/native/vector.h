@@ -67,7 +67,6 @@ static inline float sum(Lanes v) {
   return (b[0] + b[2]) + (b[1] + b[3]);
 }
 
-static inline Lanes smaller(Lanes a, Lanes b) { return a < b ? a : b; }
 static inline Lanes larger(Lanes a, Lanes b) { return a > b ? a : b; }
 
 // e^x to 1.5 units in the last place for x in [-87.3, 88]; beyond, the value at the nearer end. NaN stays NaN.
