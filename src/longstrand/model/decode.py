@@ -25,11 +25,8 @@ from longstrand.model.dsa import Dsa, DsaCarry
 from longstrand.model.indexer import Indexer
 from longstrand.model.kda import Kda, KdaCarry
 from longstrand.model.model import Model
-from longstrand.ops.kda import kda_step
-from longstrand.ops.norm import gated_rms_norm
 from longstrand.ops.precision import wide
 from longstrand.ops.select import select_own_pools
-from longstrand.ops.short_conv import short_conv_step
 
 
 @dataclass(frozen=True)
@@ -125,25 +122,20 @@ class Decoding:
 class _KdaRows:
     """The carries of a KDA layer side by side; they take their next token in place."""
 
-    def __init__(self, tail: Float[Tensor, "B J1 C"], state: Float[Tensor, "B H K V"]) -> None:
-        self.tail, self.state = tail, state
+    def __init__(self, carry: KdaCarry) -> None:
+        self.carry = carry  # of B documents
 
     @classmethod
     def stacked(cls, carries: Sequence[KdaCarry], slots: int, kpool: int) -> _KdaRows:
-        return cls(torch.cat([each.tail for each in carries]), torch.cat([each.state for each in carries]))
+        tails, states = [each.tail for each in carries], [each.state for each in carries]
+        return cls(KdaCarry(torch.cat(tails), torch.cat(states)))
 
     def step(self, kda: Kda, h: Tensor, tile: Tile, pools: Tensor | None) -> tuple[Tensor, None]:
         """The mixer's output [B, D]."""
-        taps = torch.cat([conv.weight.squeeze(1) for conv in (kda.q_conv1d, kda.k_conv1d, kda.v_conv1d)])
-        mixed = torch.cat([kda.q_proj(h), kda.k_proj(h), kda.v_proj(h)], dim=-1)
-        mixed = short_conv_step(mixed, taps, self.tail)
-        q, k, v = mixed.unflatten(-1, (3, kda.heads, kda.head_dim)).unbind(1)  # B H K
-        out = kda_step(q, k, v, kda.log_decay(h), wide(kda.b_proj(h)).sigmoid(), self.state)
-        gate = kda.g_b_proj(kda.g_a_proj(h)).unflatten(-1, (kda.heads, kda.head_dim))
-        return kda.o_proj(gated_rms_norm(out, gate, kda.o_norm.weight, kda.eps).flatten(-2)), None
+        return kda.step(h, self.carry), None
 
     def keep(self, which: Tensor) -> None:
-        self.tail, self.state = self.tail[which], self.state[which]
+        self.carry = KdaCarry(self.carry.tail[which], self.carry.state[which])
 
     def grow(self, slots: int) -> None:
         """A state has a fixed size."""

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from longstrand.architecture import Architecture
 from longstrand.memory.tiles import Tile
 from longstrand.model.linear import Conv, Linear, Norm
-from longstrand.ops.kda import kda, log_decay
+from longstrand.ops.kda import kda, kda_step, log_decay
 from longstrand.ops.norm import gated_rms_norm
 from longstrand.ops.precision import wide, wide_dtype
-from longstrand.ops.short_conv import short_conv
+from longstrand.ops.short_conv import short_conv, short_conv_step
 
 
 @dataclass(frozen=True)
@@ -54,17 +54,35 @@ class Kda(nn.Module):
 
     def forward(self, h: Float[Tensor, "T D"], tile: Tile, carry: KdaCarry) -> tuple[Tensor, KdaCarry]:
         """Mixes one tile with what came before it in its documents."""
-        mixed = torch.cat([self.q_proj(h), self.k_proj(h), self.v_proj(h)], dim=-1)
-        taps = torch.cat([conv.weight.squeeze(1) for conv in (self.q_conv1d, self.k_conv1d, self.v_conv1d)])
-        mixed, tail = short_conv(mixed.unsqueeze(0), taps, carry.tail, tile.offsets)
-        q, k, v = mixed.unflatten(-1, (3, self.heads, self.head_dim)).unbind(2)  # 1 T H K
-        g = self.log_decay(h).unsqueeze(0)
-        beta = wide(self.b_proj(h)).sigmoid().unsqueeze(0)
+        inputs = self.conv_inputs(h).unsqueeze(0)
+        mixed, tail = short_conv(inputs, self.conv_taps(), carry.tail, tile.offsets)
+        q, k, v, g, beta = (part.unsqueeze(0) for part in self.rule_inputs(h, mixed[0]))
         first = None if tile.first is None else tile.first.unsqueeze(0)
         out, state = kda(q, k, v, g, beta, carry.state, first)
+        return self.project(h, out[0]), KdaCarry(tail, state)
+
+    def step(self, h: Float[Tensor, "B D"], carry: KdaCarry) -> Tensor:
+        """The next token of each of B documents; their carries move on in place."""
+        mixed = short_conv_step(self.conv_inputs(h), self.conv_taps(), carry.tail)
+        return self.project(h, kda_step(*self.rule_inputs(h, mixed), carry.state))
+
+    def conv_inputs(self, h: Float[Tensor, "T D"]) -> Float[Tensor, "T C"]:
+        return torch.cat([self.q_proj(h), self.k_proj(h), self.v_proj(h)], dim=-1)
+
+    def conv_taps(self) -> Float[Tensor, "C J"]:
+        return torch.cat([conv.weight.squeeze(1) for conv in (self.q_conv1d, self.k_conv1d, self.v_conv1d)])
+
+    def rule_inputs(
+        self, h: Float[Tensor, "T D"], mixed: Float[Tensor, "T C"]
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """q, k, v [T, H, K], log decay [T, H, K] and beta [T, H] of the delta rule."""
+        q, k, v = mixed.unflatten(-1, (3, self.heads, self.head_dim)).unbind(1)
+        return q, k, v, self.log_decay(h), wide(self.b_proj(h)).sigmoid()
+
+    def project(self, h: Float[Tensor, "T D"], out: Float[Tensor, "T H V"]) -> Float[Tensor, "T D"]:
+        """The gated norm and the output projection."""
         gate = self.g_b_proj(self.g_a_proj(h)).unflatten(-1, (self.heads, self.head_dim))
-        out = gated_rms_norm(out[0], gate, self.o_norm.weight, self.eps).flatten(-2)
-        return self.o_proj(out), KdaCarry(tail, state)
+        return self.o_proj(gated_rms_norm(out, gate, self.o_norm.weight, self.eps).flatten(-2))
 
     def log_decay(self, h: Float[Tensor, "T D"]) -> Float[Tensor, "T H K"]:
         raw = self.f_b_proj(self.f_a_proj(h)).unflatten(-1, (self.heads, self.head_dim))
