@@ -14,15 +14,16 @@ from typing import Any
 
 import torch
 
-RESULTS = Path("benchmarks/results")
+RESULTS = Path("benchmarks/results")  # of `make figures`
+OWN = RESULTS / "own"  # of `longstrand bench`, at settings of one's own: never on a page
 PAGES = (Path("docs/performance.md"),)
 _PLACE = re.compile(r"(<!-- table: (?P<name>[\w-]+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 
 Table = Mapping[str, Any]  # "columns": names; "rows": lists of text, one per column
 
 
-def publish(name: str, table: Table, facts: Mapping[str, Any], folder: Path = RESULTS) -> None:
-    """Prints a table and writes NAME.json (with all facts) and NAME.md beside the other results."""
+def publish(name: str, table: Table, facts: Mapping[str, Any], folder: Path = OWN) -> None:
+    """Prints a table and writes NAME.json (with all facts) and NAME.md."""
     text = markdown(table)
     print(text)
     kept = {"table": table, **facts, **provenance()}

@@ -144,5 +144,5 @@ def main(arguments: Sequence[str]) -> int:
     options_of.add_argument("lengths", type=int, nargs="*", default=list(LENGTHS), metavar="LENGTH")
     options = options_of.parse_args(list(arguments))
     records = judge(trial_from(options), options.lengths)
-    publish("time", records[0]["detail"]["table"], {"records": records})
+    publish("curve", records[0]["detail"]["table"], {"records": records})
     return show(records)

@@ -2,7 +2,7 @@
 
     longstrand bench human_x --data DIR
 
-The run is `runs/human_x_65k`; one that was stopped is gone on with.
+The run is `runs/human_x_65k-COMMIT`; one that was stopped is gone on with, by the code that began it.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from longstrand.bench._results import commit
 from longstrand.bench._trial import human_x, skipped
 from longstrand.bench.figures import show
 from longstrand.buckets import BucketSums
@@ -30,8 +31,9 @@ def measure(data: Path | None) -> dict[str, Any]:
     fasta = human_x(data)
     if fasta is None:
         return skipped(NAME, "shown")
-    paths = [f"{part}.sources.0.path={fasta.resolve()}" for part in ("data", "evaluate")]
-    run = train(load_recipe("human_x_65k", paths), resume=True)
+    settings = [f"{part}.sources.0.path={fasta.resolve()}" for part in ("data", "evaluate")]
+    settings.append(f"run.out=runs/human_x_65k-{commit()[:10]}")
+    run = train(load_recipe("human_x_65k", settings), resume=True)
     page = write_report(run)
     series = {one["name"]: sums_from(one) for one in read_series(run / "evaluate.json")}
     before, after = bits(series["before"]), bits(series["after"])

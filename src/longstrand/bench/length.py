@@ -146,7 +146,7 @@ def first_guess(
 
 def compare(
     ours: Trial, sides: Sequence[Side], cap_bytes: int, limit_seconds: float, most: int | None
-) -> Any:
+) -> dict[Side, Search]:
     """The search of each side, by side."""
     every: dict[Side, Search] = {}
     for side in sides:
@@ -211,7 +211,10 @@ def table(every: dict[Side, Search]) -> dict[str, Any]:
 
 
 def _record(every: dict[Side, Search], ours: Trial, cap_bytes: int) -> dict[str, Any]:
-    ratio = every["ours"].longest / max(every["transformers"].longest, 1)
+    longest = {side: found.longest for side, found in every.items()}
+    ratio = (
+        longest["ours"] / longest["transformers"] if longest["transformers"] else 0.0
+    )  # not found: no multiple
     stopped = [one["tokens"] for found in every.values() for one in found.tried if one["ended"] == "time"]
     return {
         "name": f"longest sequence under {cap_bytes / 2**30:g} GiB, multiple of transformers",
@@ -219,7 +222,7 @@ def _record(every: dict[Side, Search], ours: Trial, cap_bytes: int) -> dict[str,
         "measured": ratio,
         "pass": ratio >= ASKED and not [t for t in stopped if t <= (every["transformers"].too_long or 0)],
         "detail": {
-            "longest": {side: found.longest for side, found in every.items()},
+            "longest": longest,
             "shortest that does not fit": {side: found.too_long for side, found in every.items()},
             "ended by the time limit, not by memory": stopped,
             "settings of ours": ours.settings(),

@@ -1,30 +1,22 @@
 """The memory figure: how much the peak of a training step grows per token, against what has to be kept.
 
 Each length runs in its own process; the peak is the anonymous resident memory of that process and its descendants,
-sampled every 20 ms, during one optimizer step of the toy in float32.
+sampled every 20 ms, during one whole step (optimizer too) of the toy in float32, with the kernels that training takes.
 """
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from collections.abc import Sequence
-from importlib.resources import files
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-import torch
-
 from longstrand.architecture import DSA, KDA, Architecture
+from longstrand.bench._steps import architecture
+from longstrand.bench._trial import Trial, run_apart
 from longstrand.bench.figures import show
-from longstrand.config import TrainSection
-from longstrand.data.pack import Pack
 from longstrand.memory.levers import streams_at_once
-from longstrand.model import load_model
-from longstrand.peak_memory import SOURCE, PeakMemory, resident_bytes
-from longstrand.train.optimizer import Optimizer, freeze_all_but, trained_names
-from longstrand.train.step import take_step
+from longstrand.peak_memory import SOURCE
 
 LENGTHS = (16_384, 32_768, 65_536, 131_072)
 TILE = 1024
@@ -72,16 +64,15 @@ def bytes_per_token(
 
 def toy() -> Architecture:
     """The toy's shape (K K K D, width 128, 1.2 M parameters)."""
-    return Architecture.from_hf(json.loads((files("longstrand") / "configs" / "toy.json").read_text()))
+    return architecture("toy")
 
 
 def measure(lengths: Sequence[int] = LENGTHS, tile: int = TILE) -> list[dict[str, Any]]:
     """The growth of the peak from the first length to the last, per token."""
-    found = [_measure_apart(length, tile) for length in lengths]
+    settings = Trial(0, threads=1, tile=tile, optimizer=True, steps=1)
+    runs = [run_apart(replace(settings, tokens=length)) for length in lengths]
     terms = bytes_per_token(toy(), tile=tile)
-    asked = FACTOR * sum(terms.values())
-    first, last = found[0], found[-1]
-    growth = (last["peak"] - first["peak"]) / (lengths[-1] - lengths[0])
+    asked, growth = FACTOR * sum(terms.values()), _growth(runs[0], runs[-1])
     return [
         {
             "name": f"peak per token, {lengths[0]} to {lengths[-1]} tokens, bytes",
@@ -92,57 +83,19 @@ def measure(lengths: Sequence[int] = LENGTHS, tile: int = TILE) -> list[dict[str
                 "factor": FACTOR,
                 "expression": sum(terms.values()),
                 "terms": terms,
-                "growth between neighbours": [
-                    (more["peak"] - less["peak"]) / (more["tokens"] - less["tokens"])
-                    for less, more in pairwise(found)
-                ],
-                "tile": tile,
-                "runs": found,
+                "growth between neighbours": [_growth(less, more) for less, more in pairwise(runs)],
+                "settings": settings.settings(),
+                "runs": runs,
                 "peak is": SOURCE,
             },
         }
     ]
 
 
-def measure_step(length: int, tile: int) -> dict[str, Any]:
-    """Peak of one step of `length` tokens in this process, after a short one that made the optimizer's state."""
-    imported = resident_bytes()
-    model = load_model(toy())
-    settings = TrainSection(steps=2, sequences_per_step=1, lr=1e-3)
-    names = trained_names(model.groups(), settings)
-    freeze_all_but(model, names)
-    optimizer = Optimizer(model, names, settings)
-    generator = torch.Generator().manual_seed(0)
-    short, long = (
-        Pack.from_documents([torch.randint(256, (size,), generator=generator)]) for size in (tile, length)
-    )
-    take_step(model, [short], optimizer, settings, step=1, tile=tile)
-    with PeakMemory() as memory:
-        before = memory.take()
-        result = take_step(model, [long], optimizer, settings, step=2, tile=tile)
-        peak = memory.take()
-    return {
-        "tokens": length,
-        "after import": imported,
-        "before the step": before,
-        "peak": peak,
-        "loss": result.loss,
-    }
+def _growth(less: Mapping[str, Any], more: Mapping[str, Any]) -> float:
+    return (more["peak_bytes"] - less["peak_bytes"]) / (more["tokens"] - less["tokens"])
 
 
 def main(arguments: list[str]) -> int:
     """`longstrand bench memory [LENGTH ...]`."""
     return show(measure(tuple(map(int, arguments)) or LENGTHS))
-
-
-def _measure_apart(length: int, tile: int) -> dict[str, Any]:
-    command = [sys.executable, "-m", "longstrand.bench.memory", str(length), str(tile)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    found: dict[str, Any] = json.loads(done.stdout)
-    print(f"{length} tokens: {found['peak'] / 2**20:.0f} MiB", file=sys.stderr, flush=True)
-    return found
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    print(json.dumps(measure_step(int(sys.argv[1]), int(sys.argv[2]))))

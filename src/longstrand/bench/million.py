@@ -88,7 +88,7 @@ def main(arguments: Sequence[str]) -> int:
     if human_x(options.data) is None:
         raise UserError(f"--data {options.data}: {skipped('', '')['skipped']}")
     records = judge([(trial_from(options, parse_length(options.length)), math.inf)], options.data, None)
-    publish("step_on_human_x", records[0]["detail"]["table"], {"records": records})
+    publish("million", records[0]["detail"]["table"], {"records": records})
     return show(records)
 
 

@@ -11,10 +11,11 @@ from typing import Any
 from longstrand.bench._steps import architecture
 from longstrand.bench._trial import Trial, run_apart
 from longstrand.bench.flops import terms
+from longstrand.bench.step import median
 
 TOKENS = 16_384
 ASKED, AIMED = 0.25, 0.35
-ROUNDS = 2
+ROUNDS = 3
 
 
 def measure() -> dict[str, Any]:
@@ -24,19 +25,18 @@ def measure() -> dict[str, Any]:
 
 
 def judge(runs: list[dict[str, Any]], trial: Trial) -> dict[str, Any]:
-    """The better of the runs' shares; beside it the share with attention counted in the width of its heads.
+    """The median of the runs' shares; beside it the share with attention counted in the width of its heads.
 
     Attention to selected tokens is counted in latent space (H x L), as every sparse implementation computes it;
     with keys and values formed first it would take H x (qk + v) / 2.
     """
-    best = max(runs, key=lambda run: run["share_of_matmul"])
     shape = architecture(trial.config)
     latent = replace(shape, kv_lora_rank=(shape.qk_nope_head_dim + shape.v_head_dim) // 2)
     attention, narrow = (
         sum(term.step for term in terms(one, trial.tokens) if "DSA attention" in term.name)
         for one in (shape, latent)
     )
-    share = best["share_of_matmul"]
+    share = median(runs, "share_of_matmul")
     counted = [
         [term.name, f"{term.step / 1e6:.2f}", "3" if term.learns else "1"]
         for term in terms(shape, trial.tokens)
@@ -49,7 +49,7 @@ def judge(runs: list[dict[str, Any]], trial: Trial) -> dict[str, Any]:
         "detail": {
             "share": share,
             "with attention counted in the width of its heads": share
-            * (1 - (attention - narrow) / best["flops_per_token"]),
+            * (1 - (attention - narrow) / runs[0]["flops_per_token"]),
             "settings": trial.settings(),
             "runs": runs,
             "table": {"columns": ["term", "MFLOP per token", "passes"], "rows": counted},
