@@ -217,6 +217,7 @@ def test_a_value_outside_its_rule_names_key_value_rule_and_remedy(override, key_
             'train.balance = "aux": its loss moves the router',
         ),
         (["train.balance=bias", "train.indexer=warmup"], 'train.balance = "bias": only the indexer learns'),
+        (["kernels.cpu=native", "run.dtype=float64"], 'kernels.cpu = "native": run.dtype = "float64" has no'),
         (["evaluate.control=true"], "evaluate.control = true: needs [data.families]"),
         (["evaluate.buckets=32768"], "evaluate.buckets = 32768: exceeds the length of 16384 tokens"),
     ],

@@ -1,12 +1,15 @@
 """Where a model's weights come from is what the recipe says, or nothing."""
 
 import re
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from longstrand.config import ModelSection
 from longstrand.errors import UserError
-from longstrand.trained import model_source
+from longstrand.ops.native import build
+from longstrand.trained import Trained, model_source
 
 
 def test_a_config_is_never_taken_for_weights_nor_a_folder_for_a_config(tmp_path):
@@ -20,3 +23,28 @@ def test_a_config_is_never_taken_for_weights_nor_a_folder_for_a_config(tmp_path)
         model_source(ModelSection(config=str(tmp_path)))
     assert model_source(ModelSection(config=str(config))) == config
     assert model_source(ModelSection(path=str(tmp_path))) == tmp_path
+
+
+def recorded(cpu="native", dtype="float32", tile=64):
+    """What a run leaves of its settings."""
+    run = SimpleNamespace(threads=torch.get_num_threads(), dtype=dtype)
+    return SimpleNamespace(run=run, kernels=SimpleNamespace(cpu=cpu), memory=SimpleNamespace(tile=tile))
+
+
+def test_a_run_trained_with_kernels_is_used_without_a_compiler_and_says_why(monkeypatch):
+    def none_here(*_):
+        raise build.CannotBuild("no C++ compiler: g++ is not on the PATH")
+
+    monkeypatch.setattr("longstrand.ops.native.library.built_library", none_here)
+    state = Trained(None, "a run", recorded(), 1, None).use_settings()
+    assert str(state) == "portable (no C++ compiler: g++ is not on the PATH)"
+
+
+@pytest.mark.parametrize("settings", [{"cpu": "portable"}, {"dtype": "float64"}], ids=str)
+def test_a_run_without_kernels_is_used_without_them(settings):
+    assert not Trained(None, "a run", recorded(**settings), 1, None).use_settings().used
+
+
+def test_the_tile_is_that_of_training():
+    assert Trained(None, "a run", recorded(tile=96), 1, None).tile == 96
+    assert Trained(None, "a folder", None, 0, None).tile == 1024

@@ -21,7 +21,6 @@ from longstrand.config import Source
 from longstrand.data import Data, Pack, open_evaluation
 from longstrand.data.pack import NO_TARGET
 from longstrand.errors import CheckFailed, UserError
-from longstrand.ops.native import use_native
 from longstrand.series import Series, append_series, series_from
 from longstrand.trained import Trained, load_trained
 from longstrand.wording import Unit, count, tokens_range, unit_for
@@ -108,15 +107,13 @@ def run_evaluation(
         CheckFailed: a log-probability that is not finite.
     """
     trained = load_trained(target)
-    if trained.recipe is not None and trained.recipe.run.threads is not None:
-        torch.set_num_threads(trained.recipe.run.threads)
-    use_native(trained.recipe.kernels.cpu if trained.recipe is not None else "auto")
+    state, errors = trained.use_settings(), Console(stderr=True, soft_wrap=True)
+    errors.print(f"CPU kernels: {state}", markup=False, highlight=False)
     held_out = _open_files(trained, data, length, tokenizer)
     documents = held_out.documents("held_out", length=length)
-    progress = track(documents, "scoring", console=Console(stderr=True), transient=True, disable=as_json)
-    tile = trained.recipe.memory.tile if trained.recipe is not None else 1024
+    progress = track(documents, "scoring", console=errors, transient=True, disable=as_json)
     edges = default_edges(length, buckets)
-    series = evaluate_series(trained.model, progress, edges, tile, trained.name, trained.step)
+    series = evaluate_series(trained.model, progress, edges, trained.tile, trained.name, trained.step)
     ledger = held_out.ledger.as_dict()
     skipped = _skipped(ledger)
     unknown = sum(source["unknown_tokens"] for source in ledger["sources"])

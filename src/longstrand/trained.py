@@ -8,9 +8,10 @@ from pathlib import Path
 
 import torch
 
-from longstrand.config import ModelSection, Recipe, load_recipe
+from longstrand.config import MemorySection, ModelSection, Recipe, load_recipe
 from longstrand.errors import UserError
 from longstrand.model import Model, load_model
+from longstrand.ops.native import NativeState, use_native
 from longstrand.state import FOLDER, latest_checkpoint, load_checkpoint
 
 _SHIPPED = Path(__file__).parent / "configs"
@@ -32,6 +33,19 @@ class Trained:
     recipe: Recipe | None
     step: int
     folder: Path | None
+
+    @property
+    def tile(self) -> int:
+        """Tokens computed at once: as in training."""
+        return self.recipe.memory.tile if self.recipe is not None else MemorySection().tile
+
+    def use_settings(self) -> NativeState:
+        """Threads and CPU kernels for this process: those of the run, but kernels only where a compiler is."""
+        recipe = self.recipe
+        if recipe is not None and recipe.run.threads is not None:
+            torch.set_num_threads(recipe.run.threads)
+        portable = recipe is not None and (recipe.kernels.cpu == "portable" or recipe.run.dtype == "float64")
+        return use_native("portable" if portable else "auto")
 
 
 def load_trained(target: Path) -> Trained:

@@ -4,6 +4,7 @@ import torch
 from tiny_runs import recipe_in
 
 from longstrand.config import load_recipe
+from longstrand.ops.native import NativeState, native_state
 from longstrand.train.run_folder import MAY_CHANGE, open_run, resolve_recipe, write_recipe
 
 
@@ -18,6 +19,12 @@ def test_paths_are_absolute_and_names_of_shipped_things_stay(tmp_path, monkeypat
     assert resolved.model.config == str(tmp_path / "tiny.json")
     assert resolved.data.tokenizer == "bases"
     assert resolve_recipe(load_recipe(tmp_path / "recipe.toml", ["model.config=toy"])).model.config == "toy"
+
+
+def test_a_dtype_without_kernels_runs_in_plain_torch_and_says_so(tmp_path):
+    given = recipe_in(tmp_path, "run.dtype=float64", "kernels.cpu=auto")
+    assert resolve_recipe(given).kernels.cpu == "portable"
+    assert native_state() == NativeState(False, "asked for")
 
 
 def test_resolving_twice_changes_nothing(tmp_path):

@@ -56,7 +56,9 @@ def test_a_run_leaves_all_its_files(finished):
     assert served["tokens"] == sum(line["tokens"] for line in metrics(finished))
     assert served["trained"] == sum(line["targets"] for line in metrics(finished))
     assert set(json.loads((finished / "kernels.json").read_text())) >= {"kda", "sparse_attention", "mhc"}
-    assert "done: 5 steps" in (finished / "log.txt").read_text()
+    log = (finished / "log.txt").read_text()
+    assert "done: 5 steps" in log
+    assert f"CPU kernels: {load_recipe(finished / 'run.toml').kernels.cpu} (" in log
 
 
 def test_the_loss_of_the_first_step_is_that_of_the_drawn_model(finished):

@@ -217,7 +217,7 @@ class KernelsSection(Record):
     cpu: Literal["auto", "native", "portable"] = Field(
         "auto",
         description="ops on a CPU in float32 or bfloat16: compiled C++ kernels (native) or plain torch (portable); "
-        "auto: native where g++ is, and said",
+        "auto: native where g++ is and the dtype has kernels; the log says which, and why",
     )
 
 
@@ -264,11 +264,15 @@ class Recipe(Record):
     report: ReportSection = ReportSection()
 
     @model_validator(mode="after")
-    def _evaluation_possible(self) -> Recipe:
+    def _sections_agree(self) -> Recipe:
         if not self.memory.recompute and (self.train.indexer == "warmup" or self.train.balance == "aux"):
             raise ValueError(
                 'memory.recompute = false: train.indexer = "warmup" and train.balance = "aux" need a whole '
                 "forward pass before the first gradient; set memory.recompute = true"
+            )
+        if self.kernels.cpu == "native" and self.run.dtype == "float64":
+            raise ValueError(
+                'kernels.cpu = "native": run.dtype = "float64" has no kernels; set kernels.cpu = "portable"'
             )
         if self.evaluate.control and self.data.families is None:
             raise ValueError(

@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -21,7 +20,7 @@ from longstrand.errors import UserError
 from longstrand.generate.prompts import LetterCodec, Prompt, TextCodec, read_prompts
 from longstrand.generate.rollout import Generated, generate
 from longstrand.generate.sampling import Sampling
-from longstrand.ops.native import use_native
+from longstrand.ops.native import NativeState
 from longstrand.trained import Trained, load_trained
 from longstrand.wording import count, number, percent
 
@@ -65,16 +64,11 @@ def run_generation(target: Path, request: Request) -> str:
     """
     _check_out(request.out)
     trained = load_trained(target)
-    if trained.recipe is not None and trained.recipe.run.threads is not None:
-        torch.set_num_threads(trained.recipe.run.threads)
-    use_native(trained.recipe.kernels.cpu if trained.recipe is not None else "auto")
+    kernels = trained.use_settings()
     codec = _codec(trained, request)
     prompts = read_prompts(request.files, request.texts, codec)
     _check_lengths(trained, prompts, request.max_new_tokens)
     sampling = _sampling(trained, request, codec)
-    tile = request.tile
-    if tile is None:
-        tile = trained.recipe.memory.tile if trained.recipe is not None else 1024
     with _watching(len(prompts) * request.num_samples * request.max_new_tokens) as work:
         found = generate(
             trained.model,
@@ -83,14 +77,14 @@ def run_generation(target: Path, request: Request) -> str:
             sampling,
             num_samples=request.num_samples,
             batch=request.batch,
-            tile=tile,
+            tile=trained.tile if request.tile is None else request.tile,
             watch=work.add,
         )
     text = "".join(_written(prompts, found, request, codec))
     if request.out is not None:
         _check_out(request.out)
         write_atomic(request.out, text)
-    _say(work, found, request, codec)
+    _say(work, found, request, codec, kernels)
     return text
 
 
@@ -211,11 +205,17 @@ def _watching(total: int) -> Iterator[_Work]:
         yield _Work(progress, total)
 
 
-def _say(work: _Work, found: Sequence[Generated], request: Request, codec: LetterCodec | TextCodec) -> None:
+def _say(
+    work: _Work,
+    found: Sequence[Generated],
+    request: Request,
+    codec: LetterCodec | TextCodec,
+    kernels: NativeState,
+) -> None:
     console = Console(stderr=True, soft_wrap=True)
     console.print(
         f"{count(len(found))} sequences, {count(work.tokens['new'])} new tokens at {work.rate('new')}; "
-        f"prompts: {count(work.tokens['prompt'])} tokens at {work.rate('prompt')}",
+        f"prompts: {count(work.tokens['prompt'])} tokens at {work.rate('prompt')}; CPU kernels: {kernels}",
         highlight=False,
     )
     if isinstance(codec, LetterCodec):

@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -93,7 +93,7 @@ def resolve_recipe(recipe: Recipe) -> Recipe:
                     "threads": recipe.run.threads or torch.get_num_threads(),
                 }
             ),
-            "kernels": KernelsSection(cpu="native" if use_native(recipe.kernels.cpu).used else "portable"),
+            "kernels": KernelsSection(cpu=_kernels_taken(recipe)),
             "model": model.model_copy(
                 update={"path": _absolute(model.path), "config": _if_there(model.config)}
             ),
@@ -110,6 +110,12 @@ def resolve_recipe(recipe: Recipe) -> Recipe:
             ),
         }
     )
+
+
+def _kernels_taken(recipe: Recipe) -> Literal["native", "portable"]:
+    """float64 is the reference's dtype: it has no kernels."""
+    choice = "portable" if recipe.run.dtype == "float64" else recipe.kernels.cpu
+    return "native" if use_native(choice).used else "portable"
 
 
 def _resolve_source(source: Source) -> Source:

@@ -17,6 +17,7 @@ from longstrand.data import open_data
 from longstrand.errors import UserError
 from longstrand.memory import levers_of
 from longstrand.model import Model, kernels, load_model
+from longstrand.ops.native import native_state
 from longstrand.peak_memory import SOURCE, PeakMemory
 from longstrand.state import checkpoint_bytes, require_space
 from longstrand.train.evaluation import evaluate_once, evaluation_packs
@@ -199,4 +200,5 @@ def _describe(recipe: Recipe, training: Training) -> None:
         recipe.run.dtype,
         torch.get_num_threads(),
     )
+    _log.info("CPU kernels: %s", native_state())
     _log.info("a checkpoint takes %.1f MB", checkpoint_bytes(training.tensors()) / 1e6)

@@ -23,8 +23,12 @@ class NativeState:
     used: bool
     reason: str
 
+    def __str__(self) -> str:
+        return f"{'native' if self.used else 'portable'} ({self.reason})"
+
 
 _library: ctypes.CDLL | None = None
+_state = NativeState(False, "not decided yet")
 
 
 def use_native(choice: Choice) -> NativeState:
@@ -36,10 +40,10 @@ def use_native(choice: Choice) -> NativeState:
     Raises:
         UserError: `native` was asked and cannot be had.
     """
-    global _library
-    _library = None
+    global _library, _state
+    _library, _state = None, NativeState(False, "asked for")
     if choice == "portable":
-        return NativeState(False, "asked for")
+        return _state
     try:
         _library = ctypes.CDLL(str(built_library()))
     except CannotBuild as error:
@@ -47,8 +51,15 @@ def use_native(choice: Choice) -> NativeState:
             raise UserError(
                 f'kernels.cpu = "native": {error}; install a C++ compiler, or set kernels.cpu = "portable"'
             ) from None
-        return NativeState(False, str(error))
-    return NativeState(True, "compiled for this processor")
+        _state = NativeState(False, str(error))
+        return _state
+    _state = NativeState(True, "compiled for this processor")
+    return _state
+
+
+def native_state() -> NativeState:
+    """What was decided last, and why."""
+    return _state
 
 
 def has_kernel(*tensors: Tensor) -> bool:
