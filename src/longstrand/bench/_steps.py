@@ -51,9 +51,11 @@ def run(trial: Trial) -> dict[str, Any]:
     gc.freeze()  # as train does before its first step
     before = matmul_rate(dtype)
     step = make(model, pack, trial)
-    found = time_steps(step, trial)
+    found: dict[str, Any] = {}
     if trial.profile:
-        found["profile"] = profile(step)
+        found["profile"] = profile(lambda: found.update(time_steps(step, trial)))
+    else:
+        found = time_steps(step, trial)
     rate = statistics.mean([before, matmul_rate(dtype)])
     flops = step_flops(shape, trial.tokens)
     return found | {

@@ -41,7 +41,7 @@ class Trial:
         optimizer: gradient norm, clipping and AdamW belong to the step.
         steps, seconds: the step is repeated until one of the two is reached.
         spool: folder for spools; None: the system's temporary folder.
-        profile: measure one step under a profiler as well.
+        profile: the steps run under a profiler, which costs the short ones a few percent.
     """
 
     tokens: int
