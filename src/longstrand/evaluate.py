@@ -108,7 +108,8 @@ def run_evaluation(
     """
     trained = load_trained(target)
     state, errors = trained.use_settings(), Console(stderr=True, soft_wrap=True)
-    errors.print(f"CPU kernels: {state}", markup=False, highlight=False)
+    for note in filter(None, (f"CPU kernels: {state}", trained.beyond(length))):
+        errors.print(note, markup=False, highlight=False)
     held_out = _open_files(trained, data, length, tokenizer)
     documents = held_out.documents("held_out", length=length)
     progress = track(documents, "scoring", console=errors, transient=True, disable=as_json)

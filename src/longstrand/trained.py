@@ -39,6 +39,14 @@ class Trained:
         """Tokens computed at once: as in training."""
         return self.recipe.memory.tile if self.recipe is not None else MemorySection().tile
 
+    def beyond(self, tokens: int) -> str | None:
+        """A note where so many tokens are more than the model was made for; no layer numbers positions, so it runs."""
+        most = self.model.architecture.max_position_embeddings
+        if tokens <= most:
+            return None
+        made_for = f"{self.name} was made for {most:,} tokens (max_position_embeddings)"
+        return f"note: {made_for}, and is given {tokens:,}"
+
     def use_settings(self) -> NativeState:
         """Threads and CPU kernels for this process: those of the run, but kernels only where a compiler is."""
         recipe = self.recipe

@@ -90,9 +90,16 @@ def test_long_sequences_are_wrapped_and_may_bring_their_prompt(folder):
 
 def test_records_without_a_name_or_with_the_same_one_are_told_apart(folder, tmp_path):
     path = tmp_path / "names.fa"
-    path.write_text(">x\nA\n>\nC\n>x\nG\n")
+    path.write_text(">x\nA\n>\nC\n>x\nG\n>x.2\nT\n")
     names = [name for name, _, _ in records(run_generation(folder, Request([path], **SHORT)))]
-    assert names == ["x.1_1", "prompt2_1", "x.2_1"]
+    assert names == ["x.1_1", "prompt2_1", "x.3_1", "x.2_1"]
+
+
+def test_more_tokens_than_the_model_was_made_for_are_said(folder, capsys):
+    run_generation(folder, Request(texts=["ACG"], max_new_tokens=198))
+    errors = capsys.readouterr().err
+    assert f"{folder} was made for 200 tokens (max_position_embeddings), and is given 201" in errors.replace("\n", "")
+    assert "CPU kernels: " in errors
 
 
 def test_a_run_generates_with_its_newest_checkpoint_and_its_own_letters(folder, tmp_path, fasta, monkeypatch):
@@ -177,10 +184,9 @@ def test_the_end_token_of_the_tokenizer_ends_a_sequence(folder, words):
         (["--prompt", "ACG", "--letters", ""], '--letters "": no letter could be drawn'),
         (["--prompt", "ACG", "--letters", "AXC"], "--letters AXC: 'X' is no nucleotide letter"),
         (["--prompt", "ACG", "--letters", "AA"], "--letters AA: 'A' stands twice"),
-        (
-            ["--prompt", "ACG", "--max-new-tokens", "198"],
-            "3 tokens and --max-new-tokens 198 together are more",
-        ),
+        (["lines.jsonl"], r"""lines.jsonl:1: "id" = 'x\n>y': must be a text of one line or a number"""),
+        (["list.jsonl"], """list.jsonl:1: "id" = ['l']: must be a text of one line or a number"""),
+        (["words.jsonl"], """words.jsonl:1: "id" = 'two words': a FASTA name is one word"""),
         (["--prompt", "ACG", "--out", "half.fa"], "--out half.fa: exists, and is never overwritten"),
         (["--prompt", "ACG", "--out", "no/x.fa"], "--out no/x.fa: cannot be written there"),
         (["--prompt", "ACG", "--tokenizer", "nowhere"], "nowhere cannot be read"),
@@ -193,6 +199,9 @@ def test_what_cannot_be_done_is_one_line_and_code_2(folder, tmp_path, monkeypatc
     Path("letters.fa").write_text(">a\nACGZ\n")
     Path("tokens.jsonl").write_text('{"input_ids": [1]}\n')
     Path("other.jsonl").write_text('{"messages": []}\n')
+    Path("lines.jsonl").write_text('{"id": "x\\n>y", "prompt": "A"}\n')
+    Path("list.jsonl").write_text('{"id": ["l"], "prompt": "A"}\n')
+    Path("words.jsonl").write_text('{"id": "two words", "prompt": "A"}\n')
     before = sorted(tmp_path.iterdir())
     monkeypatch.setattr(
         sys, "argv", ["longstrand", "generate", str(folder), "--max-new-tokens", "5", *arguments]

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from longstrand.config import parse_length
 from longstrand.errors import RunFailed
 from longstrand.memory.levers import Levers, Offload
 from longstrand.peak_memory import resident_bytes
@@ -139,18 +140,40 @@ def watch(
     return None, peak
 
 
+def parsed_length(text: str) -> int:
+    """A length on a command line: "16384", "512k", "1M".
+
+    Raises:
+        argparse.ArgumentTypeError: no length, or less than 2 tokens, which have no target.
+    """
+    try:
+        found = parse_length(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    if found < 2:
+        raise argparse.ArgumentTypeError(f"{text}: must be at least 2 tokens")
+    return found
+
+
+def parsed_count(text: str) -> int:
+    """A whole number of at least 1 on a command line."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: must be a whole number of at least 1")
+    return int(text)
+
+
 def parser(name: str, text: str | None) -> argparse.ArgumentParser:
     """A command line with the settings of our side."""
     made = argparse.ArgumentParser(prog=f"longstrand bench {name}", description=text)
     made.formatter_class = argparse.RawDescriptionHelpFormatter
-    made.add_argument("--threads", type=int, default=2)
+    made.add_argument("--threads", type=parsed_count, default=2)
     made.add_argument("--config", choices=("toy", "wide"), default="toy")
     made.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    made.add_argument("--tile", type=int, default=1024)
+    made.add_argument("--tile", type=parsed_count, default=1024)
     made.add_argument(
         "--no-recompute", action="store_true", help="keep activations (memory.recompute = false)"
     )
-    made.add_argument("--keep-every", type=int, default=1)
+    made.add_argument("--keep-every", type=parsed_count, default=1)
     made.add_argument("--offload", choices=get_args(Offload), default="none")
     made.add_argument("--spool", help="folder for the disk spool; by default the system's temporary folder")
     made.add_argument(

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from longstrand.bench._results import publish
-from longstrand.bench._trial import Side, Trial, parser, run_apart, trial_from
+from longstrand.bench._trial import Side, Trial, parsed_length, parser, run_apart, trial_from
 from longstrand.bench.figures import show
 from longstrand.bench.step import fastest_experts
 
@@ -170,7 +170,7 @@ def main(arguments: Sequence[str]) -> int:
     options_of = parser("length", __doc__)
     options_of.add_argument("--cap", type=parse_bytes, default=CAP, help="such as 4GiB or 900MiB")
     options_of.add_argument("--side", choices=("ours", "transformers", "both"), default="both")
-    options_of.add_argument("--most", type=int, help="try no length beyond this")
+    options_of.add_argument("--most", type=parsed_length, help="try no length beyond this")
     options_of.add_argument("--limit", type=float, default=LIMIT_SECONDS, help="seconds of one trial")
     options = options_of.parse_args(list(arguments))
     ours = trial_from(options)

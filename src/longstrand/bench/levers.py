@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from longstrand.bench._results import publish
-from longstrand.bench._trial import Trial, parser, run_apart, trial_from
+from longstrand.bench._trial import Trial, parsed_count, parsed_length, parser, run_apart, trial_from
 from longstrand.bench.figures import show
 from longstrand.bench.step import median
 from longstrand.errors import UserError
@@ -106,8 +106,8 @@ def table(
 def main(arguments: Sequence[str]) -> int:
     """`longstrand bench levers`."""
     options_of = parser("levers", __doc__)
-    options_of.add_argument("--length", type=int, default=LENGTH)
-    options_of.add_argument("--rounds", type=int, default=ROUNDS)
+    options_of.add_argument("--length", type=parsed_length, default=LENGTH)
+    options_of.add_argument("--rounds", type=parsed_count, default=ROUNDS)
     options = options_of.parse_args(list(arguments))
     record = judge(replace(trial_from(options, options.length), steps=1), options.rounds)
     publish("levers", record["detail"]["table"], {"record": record})

@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from longstrand.bench._results import publish
-from longstrand.bench._trial import Trial, human_x, parser, run_apart, skipped, trial_from
+from longstrand.bench._trial import Trial, human_x, parsed_length, parser, run_apart, skipped, trial_from
 from longstrand.bench.figures import show
-from longstrand.config import parse_length
 from longstrand.errors import UserError
 
 MILLION = 2**20
@@ -83,11 +82,11 @@ def main(arguments: Sequence[str]) -> int:
     """`longstrand bench million`."""
     options_of = parser("million", __doc__)
     options_of.add_argument("--data", type=Path, required=True, help="folder of the FASTA of human X")
-    options_of.add_argument("--length", default="1M", help="such as 2M")
+    options_of.add_argument("--length", type=parsed_length, default=MILLION, help="such as 2M")
     options = options_of.parse_args(list(arguments))
     if human_x(options.data) is None:
         raise UserError(f"--data {options.data}: {skipped('', '')['skipped']}")
-    records = judge([(trial_from(options, parse_length(options.length)), math.inf)], options.data, None)
+    records = judge([(trial_from(options, options.length), math.inf)], options.data, None)
     publish("million", records[0]["detail"]["table"], {"records": records})
     return show(records)
 

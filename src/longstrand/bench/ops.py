@@ -20,7 +20,7 @@ from longstrand.architecture import Architecture
 from longstrand.bench._op_cases import OPS, Inputs, Op
 from longstrand.bench._results import publish
 from longstrand.bench._steps import architecture, median_seconds
-from longstrand.bench._trial import Kernels
+from longstrand.bench._trial import Kernels, parsed_count, parsed_length
 from longstrand.bench.figures import show
 from longstrand.ops.native import use_native
 
@@ -130,8 +130,8 @@ def main(arguments: Sequence[str]) -> int:
     """`longstrand bench ops`."""
     options_of = argparse.ArgumentParser(prog="longstrand bench ops", description=__doc__)
     options_of.formatter_class = argparse.RawDescriptionHelpFormatter
-    options_of.add_argument("--tokens", type=int, default=TOKENS)
-    options_of.add_argument("--threads", type=int, default=2)
+    options_of.add_argument("--tokens", type=parsed_length, default=TOKENS)
+    options_of.add_argument("--threads", type=parsed_count, default=2)
     options_of.add_argument("--config", choices=("toy", "wide"), action="append", dest="configs")
     options_of.add_argument(
         "--kernels", choices=get_args(Kernels), default="auto", help="CPU kernels, or plain torch"

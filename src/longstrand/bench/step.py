@@ -19,7 +19,7 @@ from typing import Any
 
 from longstrand.bench._results import publish
 from longstrand.bench._steps import architecture
-from longstrand.bench._trial import Side, Trial, parser, run_apart, trial_from
+from longstrand.bench._trial import Side, Trial, parsed_count, parsed_length, parser, run_apart, trial_from
 from longstrand.bench.figures import show
 from longstrand.bench.flops import terms
 
@@ -111,8 +111,10 @@ def fastest_experts(settings: Trial) -> tuple[str, dict[str, float]]:
 def main(arguments: Sequence[str]) -> int:
     """`longstrand bench step`."""
     options_of = parser("step", __doc__)
-    options_of.add_argument("lengths", type=int, nargs="*", default=list(TWO_THREADS), metavar="LENGTH")
-    options_of.add_argument("--rounds", type=int, default=ROUNDS)
+    options_of.add_argument(
+        "lengths", type=parsed_length, nargs="*", default=list(TWO_THREADS), metavar="LENGTH"
+    )
+    options_of.add_argument("--rounds", type=parsed_count, default=ROUNDS)
     options_of.add_argument("--ours", action="store_true", help="without transformers")
     options_of.add_argument("--profile", action="store_true", help="ours, and where its time goes")
     options_of.add_argument("--terms", action="store_true", help="show the model's operations term by term")

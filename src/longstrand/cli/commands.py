@@ -212,7 +212,8 @@ def bench(context: typer.Context) -> None:
     names = _measurements()
     name = context.args[0] if context.args else ""
     if name not in names:
-        raise UserError(f"bench {name}: no such measurement; one of: {', '.join(names)}")
+        problem = f"bench {name}: no such measurement" if name else "bench: name a measurement"
+        raise UserError(f"{problem}; one of: {', '.join(names)}")
     raise typer.Exit(importlib.import_module(f"longstrand.bench.{name}").main(context.args[1:]))
 
 

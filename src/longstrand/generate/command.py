@@ -20,7 +20,6 @@ from longstrand.errors import UserError
 from longstrand.generate.prompts import LetterCodec, Prompt, TextCodec, read_prompts
 from longstrand.generate.rollout import Generated, generate
 from longstrand.generate.sampling import Sampling
-from longstrand.ops.native import NativeState
 from longstrand.trained import Trained, load_trained
 from longstrand.wording import count, number, percent
 
@@ -67,7 +66,8 @@ def run_generation(target: Path, request: Request) -> str:
     kernels = trained.use_settings()
     codec = _codec(trained, request)
     prompts = read_prompts(request.files, request.texts, codec)
-    _check_lengths(trained, prompts, request.max_new_tokens)
+    _check_tokens(trained, prompts)
+    longest = max(len(prompt.tokens) for prompt in prompts) + request.max_new_tokens
     sampling = _sampling(trained, request, codec)
     with _watching(len(prompts) * request.num_samples * request.max_new_tokens) as work:
         found = generate(
@@ -84,7 +84,7 @@ def run_generation(target: Path, request: Request) -> str:
     if request.out is not None:
         _check_out(request.out)
         write_atomic(request.out, text)
-    _say(work, found, request, codec, kernels)
+    _say(work, found, request, codec, [f"CPU kernels: {kernels}", trained.beyond(longest)])
     return text
 
 
@@ -114,15 +114,9 @@ def _sampling(trained: Trained, request: Request, codec: LetterCodec | TextCodec
     return replace(request.sampling, stop=tuple(sorted(end for end in ends if end is not None)))
 
 
-def _check_lengths(trained: Trained, prompts: Sequence[Prompt], max_new_tokens: int) -> None:
+def _check_tokens(trained: Trained, prompts: Sequence[Prompt]) -> None:
     shape = trained.model.architecture
     for prompt in prompts:
-        if len(prompt.tokens) + max_new_tokens > shape.max_position_embeddings:
-            raise UserError(
-                f"{prompt.where}: {count(len(prompt.tokens))} tokens and --max-new-tokens {count(max_new_tokens)} "
-                f"together are more than the {count(shape.max_position_embeddings)} that {trained.name} is made for "
-                "(max_position_embeddings); shorten the prompt or generate less"
-            )
         if int(prompt.tokens.max()) >= shape.vocab_size:
             raise UserError(
                 f"{prompt.where}: token {int(prompt.tokens.max())}, and the vocabulary of {trained.name} has "
@@ -210,14 +204,16 @@ def _say(
     found: Sequence[Generated],
     request: Request,
     codec: LetterCodec | TextCodec,
-    kernels: NativeState,
+    notes: Sequence[str | None],
 ) -> None:
     console = Console(stderr=True, soft_wrap=True)
     console.print(
         f"{count(len(found))} sequences, {count(work.tokens['new'])} new tokens at {work.rate('new')}; "
-        f"prompts: {count(work.tokens['prompt'])} tokens at {work.rate('prompt')}; CPU kernels: {kernels}",
+        f"prompts: {count(work.tokens['prompt'])} tokens at {work.rate('prompt')}",
         highlight=False,
     )
+    for note in filter(None, notes):
+        console.print(note, markup=False, highlight=False)
     if isinstance(codec, LetterCodec):
         new = max(work.tokens["new"], 1)
         share = sum(each.excluded * len(each.tokens) for each in found) / new

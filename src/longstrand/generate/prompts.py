@@ -6,9 +6,9 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, count
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -132,6 +132,8 @@ def read_prompts(files: Sequence[Path], texts: Sequence[str], codec: Codec) -> l
         raise UserError("no prompt: name a file of prompts, or give one with --prompt")
     prompts = []
     for name, (_, text, where) in zip(_unique([name for name, _, _ in given]), given, strict=True):
+        if isinstance(codec, LetterCodec) and len(name.split()) > 1:
+            raise UserError(f'{where}: "id" = {name!r}: a FASTA name is one word; replace its spaces')
         tokens = codec.encode(text, where)
         if not len(tokens):
             raise UserError(
@@ -174,15 +176,29 @@ def _read_rows(path: Path) -> Iterator[tuple[str, str, str]]:
         given = [key for key in ("prompt", "text") if isinstance(row, dict) and key in row]
         if len(given) != 1 or not isinstance(row[given[0]], str):
             raise UserError(f'{where}: a row of prompts is an object with "prompt" or "text", a text')
-        yield str(row.get("id", f"row{number}")), row[given[0]], where
+        yield _row_name(row.get("id"), where) or f"row{number}", row[given[0]], where
+
+
+def _row_name(given: Any, where: str) -> str:
+    """A row's id as a name; it stands on a line of its own in FASTA."""
+    if given is None:
+        return ""
+    if isinstance(given, bool) or not isinstance(given, str | int | float) or not str(given).isprintable():
+        raise UserError(
+            f'{where}: "id" = {given!r}: must be a text of one line or a number; correct or remove it'
+        )
+    return str(given)
 
 
 def _unique(names: Sequence[str]) -> list[str]:
     """Names that tell apart: an empty one is called after its place, a repeated one is numbered."""
     given = [name or f"prompt{n}" for n, name in enumerate(names, start=1)]
-    counts, seen = Counter(given), Counter[str]()
+    counts = Counter(given)
+    taken = {name for name in given if counts[name] == 1}
     unique = []
     for name in given:
-        seen[name] += 1
-        unique.append(name if counts[name] == 1 else f"{name}.{seen[name]}")
+        if counts[name] > 1:
+            name = next(new for n in count(1) if (new := f"{name}.{n}") not in taken)
+            taken.add(name)
+        unique.append(name)
     return unique
