@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
+from rich.table import Table as RichTable
 
 RESULTS = Path("benchmarks/results")  # of `make figures`
 OWN = RESULTS / "own"  # of `longstrand bench`, at settings of one's own: never on a page
@@ -24,12 +26,19 @@ Table = Mapping[str, Any]  # "columns": names; "rows": lists of text, one per co
 
 def publish(name: str, table: Table, facts: Mapping[str, Any], folder: Path = OWN) -> None:
     """Prints a table and writes NAME.json (with all facts) and NAME.md."""
-    text = markdown(table)
-    print(text)
+    print_table(table)
     kept = {"table": table, **facts, **provenance()}
     write(folder / f"{name}.json", json.dumps(kept, indent=1) + "\n")
     write_table(name, table, folder)
     print(f"written: {folder / name}.json and .md")
+
+
+def print_table(table: Table) -> None:
+    """On the terminal, in its width."""
+    shown = RichTable(*table["columns"])
+    for row in table["rows"]:
+        shown.add_row(*map(str, row))
+    Console().print(shown, markup=False)
 
 
 def write_table(name: str, table: Table, folder: Path = RESULTS) -> None:

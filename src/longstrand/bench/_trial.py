@@ -14,9 +14,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from longstrand.config import parse_length
+import torch
+
+from longstrand.bench._arguments import command_line, parsed_count
 from longstrand.errors import RunFailed
 from longstrand.memory.levers import Levers, Offload
+from longstrand.memory.store import require_other_memory
 from longstrand.peak_memory import resident_bytes
 
 Side = Literal["ours", "transformers"]
@@ -104,7 +107,7 @@ def run_apart(
         ended, peak = watch(command, environment, cap_bytes, limit_seconds)
         found = json.loads(out.read_text()) if out.exists() else {}
         if ended is None and not found:
-            raise RunFailed(f"{trial}: its process ended without a result; its message stands above")
+            raise RunFailed(f"{_named(trial)}: its process ended without a result; its message stands above")
     if found and cap_bytes is not None and found["peak_bytes"] > cap_bytes:
         ended = "cap"  # seen from inside, between two looks from outside
     found = {
@@ -140,41 +143,18 @@ def watch(
     return None, peak
 
 
-def parsed_length(text: str) -> int:
-    """A length on a command line: "16384", "512k", "1M".
-
-    Raises:
-        argparse.ArgumentTypeError: no length, or less than 2 tokens, which have no target.
-    """
-    try:
-        found = parse_length(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    if found < 2:
-        raise argparse.ArgumentTypeError(f"{text}: must be at least 2 tokens")
-    return found
-
-
-def parsed_count(text: str) -> int:
-    """A whole number of at least 1 on a command line."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text}: must be a whole number of at least 1")
-    return int(text)
-
-
 def parser(name: str, text: str | None) -> argparse.ArgumentParser:
     """A command line with the settings of our side."""
-    made = argparse.ArgumentParser(prog=f"longstrand bench {name}", description=text)
-    made.formatter_class = argparse.RawDescriptionHelpFormatter
-    made.add_argument("--threads", type=parsed_count, default=2)
-    made.add_argument("--config", choices=("toy", "wide"), default="toy")
-    made.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    made.add_argument("--tile", type=parsed_count, default=1024)
+    made = command_line(name, text)
+    made.add_argument("--threads", type=parsed_count, default=2, help="of torch and of the CPU kernels")
+    made.add_argument("--config", choices=("toy", "wide"), default="toy", help="drawn model")
+    made.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the weights")
+    made.add_argument("--tile", type=parsed_count, default=1024, help="tokens computed at once")
     made.add_argument(
         "--no-recompute", action="store_true", help="keep activations (memory.recompute = false)"
     )
-    made.add_argument("--keep-every", type=parsed_count, default=1)
-    made.add_argument("--offload", choices=get_args(Offload), default="none")
+    made.add_argument("--keep-every", type=parsed_count, default=1, help="memory.keep_every")
+    made.add_argument("--offload", choices=get_args(Offload), default="none", help="memory.offload")
     made.add_argument("--spool", help="folder for the disk spool; by default the system's temporary folder")
     made.add_argument(
         "--kernels", choices=get_args(Kernels), default="auto", help="CPU kernels, or plain torch"
@@ -183,7 +163,13 @@ def parser(name: str, text: str | None) -> argparse.ArgumentParser:
 
 
 def trial_from(options: argparse.Namespace, tokens: int = 0) -> Trial:
-    """The trial that a command line asks for."""
+    """The trial that a command line asks for.
+
+    Raises:
+        UserError: a lever that this machine cannot use.
+    """
+    if options.offload == "host":
+        require_other_memory("offload", torch.device("cpu"))
     return Trial(
         tokens,
         config=options.config,
@@ -212,8 +198,13 @@ def skipped(name: str, asked: Any) -> dict[str, Any]:
     return {"name": name, "asked": asked, "measured": None, "pass": False, "skipped": reason}
 
 
+def _named(trial: Trial) -> str:
+    settings = ", ".join(f"{name}={value}" for name, value in trial.settings().items() if name != "side")
+    return f"{trial.side} at {trial.tokens:,} tokens" + (f" ({settings})" if settings else "")
+
+
 def _line(trial: Trial, found: dict[str, Any]) -> str:
-    what = f"{trial.side} at {trial.tokens:,} tokens {trial.settings() or ''}"
+    what = _named(trial)
     if found["ended"]:
         why = {"cap": "exceeded the memory cap", "time": "took longer than the limit"}[found["ended"]]
         return f"{what}: {why} ({found['watched_peak_bytes'] / 2**20:,.0f} MiB)"

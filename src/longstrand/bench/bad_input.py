@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import longstrand
+from longstrand.bench._arguments import command_line, one_of
 from longstrand.bench.figures import show
 
 ASKED = 10
@@ -37,7 +38,9 @@ def measure(kinds: tuple[str, ...] = tuple(KINDS)) -> list[dict[str, Any]]:
 
 def main(arguments: list[str]) -> int:
     """`longstrand bench bad_input [KIND ...]`."""
-    return show(measure(tuple(arguments) or tuple(KINDS)))
+    options_of = command_line("bad_input", __doc__)
+    options_of.add_argument("kinds", type=one_of(KINDS), nargs="*", metavar="KIND", help=", ".join(KINDS))
+    return show(measure(tuple(options_of.parse_args(arguments).kinds) or tuple(KINDS)))
 
 
 def _measure_kind(kind: str) -> dict[str, Any]:

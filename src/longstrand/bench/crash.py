@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
+from longstrand.bench._arguments import command_line, parsed_count
 from longstrand.series import read_series
 from longstrand.state import FOLDER, check_checkpoint, latest_checkpoint, load_checkpoint
 
@@ -310,9 +311,14 @@ def _metrics(run: Path) -> list[dict[str, Any]]:
 
 
 def main(arguments: Sequence[str] = ()) -> int:
-    """Prints the figure as JSON; arguments: number of runs, seed."""
-    numbers = [int(argument) for argument in arguments]
-    result = measure(numbers[0] if numbers else NUM_RUNS, seed=numbers[1] if len(numbers) > 1 else None)
+    """`longstrand bench crash`: prints the figure as JSON."""
+    options_of = command_line("crash", __doc__)
+    options_of.add_argument(
+        "runs", type=parsed_count, nargs="?", default=NUM_RUNS, help="how many are killed"
+    )
+    options_of.add_argument("seed", type=int, nargs="?", help="of the moments; by default another each time")
+    options = options_of.parse_args(list(arguments))
+    result = measure(options.runs, seed=options.seed)
     print(json.dumps(result, indent=1))
     return 0 if result["pass"] else 3
 

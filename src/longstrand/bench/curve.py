@@ -16,9 +16,10 @@ from typing import Any
 
 import torch
 
+from longstrand.bench._arguments import parsed_length
 from longstrand.bench._results import publish
 from longstrand.bench._steps import architecture, median_seconds
-from longstrand.bench._trial import Trial, parsed_length, parser, run_apart, trial_from
+from longstrand.bench._trial import Trial, parser, run_apart, trial_from
 from longstrand.bench.figures import show
 from longstrand.bench.flops import mean_pools, terms
 
@@ -141,8 +142,15 @@ def table(lengths: Sequence[int], runs: Sequence[dict[str, Any]], a: float, b: f
 def main(arguments: Sequence[str]) -> int:
     """`longstrand bench curve`."""
     options_of = parser("curve", __doc__)
-    options_of.add_argument("lengths", type=parsed_length, nargs="*", default=list(LENGTHS), metavar="LENGTH")
+    options_of.add_argument(
+        "lengths",
+        type=parsed_length,
+        nargs="*",
+        default=list(LENGTHS),
+        metavar="LENGTH",
+        help="the verdict is given at the defaults",
+    )
     options = options_of.parse_args(list(arguments))
     records = judge(trial_from(options), options.lengths)
     publish("curve", records[0]["detail"]["table"], {"records": records})
-    return show(records)
+    return show(records) if tuple(options.lengths) == LENGTHS else 0

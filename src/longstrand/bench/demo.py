@@ -8,7 +8,6 @@ evaluations of a sequence drawn together.
 
 from __future__ import annotations
 
-import argparse
 import math
 import tempfile
 import time
@@ -18,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from longstrand.bench._arguments import command_line
 from longstrand.bench.figures import show
 from longstrand.buckets import BucketSums, early_and_late
 from longstrand.demo.run import demo_folders, run_demo
@@ -118,7 +118,7 @@ def _shown(late: Improvement, early: Improvement) -> str:
 
 def main(arguments: Sequence[str]) -> int:
     """The command line: runs the demo and prints the table; 1 where a statement does not hold."""
-    parser = argparse.ArgumentParser(prog="longstrand bench demo", description=__doc__)
+    parser = command_line("demo", __doc__)
     parser.add_argument(
         "--out", type=Path, default=None, help="folder of the runs; by default a temporary one"
     )

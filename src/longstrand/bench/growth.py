@@ -17,6 +17,7 @@ from functools import reduce
 from pathlib import Path
 from typing import Any
 
+from longstrand.bench._arguments import command_line
 from longstrand.bench._small_models import architecture
 from longstrand.bench.figures import show
 from longstrand.config import Recipe
@@ -76,13 +77,18 @@ def judge(samples: Sequence[Sample]) -> list[dict[str, Any]]:
     early = reduce(Sample.joined, (one for one in samples if SETTLED <= one.step < middle))
     late = reduce(Sample.joined, (one for one in samples if one.step >= middle))
     records = []
-    for name, slack in (("resident_bytes", SLACK_BYTES), ("descriptors", 0), ("threads", 0)):
+    rules = (
+        ("resident_bytes", "resident memory, MiB", SLACK_BYTES, 2**20),
+        ("descriptors", "file descriptors", 0, 1),
+        ("threads", "threads", 0, 1),
+    )
+    for name, title, slack, unit in rules:
         before, after = getattr(early, name), getattr(late, name)
         records.append(
             {
-                "name": f"{name}: steps {middle} to {STEPS} over steps {SETTLED} to {middle}",
-                "asked": f"at most {slack} more",
-                "measured": after - before,
+                "name": f"{title}: steps {middle} to {STEPS} over steps {SETTLED} to {middle}",
+                "asked": f"at most {slack // unit} more",
+                "measured": (after - before) / unit,
                 "pass": after - before <= slack,
                 "detail": {"first half": before, "second half": after, "samples": len(samples)},
             }
@@ -92,6 +98,7 @@ def judge(samples: Sequence[Sample]) -> list[dict[str, Any]]:
 
 def main(arguments: Sequence[str]) -> int:
     """`longstrand bench growth`."""
+    command_line("growth", __doc__).parse_args(list(arguments))
     return show(measure())
 
 

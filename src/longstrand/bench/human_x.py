@@ -7,12 +7,12 @@ The run is `runs/human_x_65k-COMMIT`; one that was stopped is gone on with, by t
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from longstrand.bench._arguments import command_line
 from longstrand.bench._results import commit
 from longstrand.bench._trial import human_x, skipped
 from longstrand.bench.figures import show
@@ -71,6 +71,6 @@ def table(before: BucketSums, after: BucketSums) -> dict[str, Any]:
 
 def main(arguments: Sequence[str]) -> int:
     """`longstrand bench human_x`."""
-    options_of = argparse.ArgumentParser(prog="longstrand bench human_x", description=__doc__)
+    options_of = command_line("human_x", __doc__)
     options_of.add_argument("--data", type=Path, required=True, help="folder of the FASTA of human X")
     return show(measure(options_of.parse_args(list(arguments)).data))

@@ -14,8 +14,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from longstrand.bench._arguments import parsed_length, require_transformers
 from longstrand.bench._results import publish
-from longstrand.bench._trial import Side, Trial, parsed_length, parser, run_apart, trial_from
+from longstrand.bench._trial import Side, Trial, parser, run_apart, trial_from
 from longstrand.bench.figures import show
 from longstrand.bench.step import fastest_experts
 
@@ -113,12 +114,13 @@ def longest(trial: Trial, cap_bytes: int, limit_seconds: float, most: int | None
             known[length] = run_apart(replace(trial, tokens=length, steps=1), cap_bytes, limit_seconds)
         return known[length]
 
-    short = [run(length) for length in SHORT[trial.side]]
-    if ended := [one for one in short if one["ended"]]:
-        return Search(too_long=ended[0]["tokens"], tried=short)
-    guess = first_guess(run, short, int(MARGIN * cap_bytes), MULTIPLE[trial.side], most)
-    # A line is straight for ours; transformers has terms in the length's square, so its guess is too long.
-    growth = 1 + TOLERANCE if trial.side == "ours" else 1.5
+    short = [run(length) for length in SHORT[trial.side] if most is None or length <= most]
+    if len(short) < 2 or any(one["ended"] for one in short):  # no line to follow: from one multiple on
+        guess, growth = MULTIPLE[trial.side], 2.0
+    else:
+        guess = first_guess(run, short, int(MARGIN * cap_bytes), MULTIPLE[trial.side], most)
+        # A line is straight for ours; transformers has terms in the length's square, so its guess is too long.
+        growth = 1 + TOLERANCE if trial.side == "ours" else 1.5
     found = search(run, guess, multiple=MULTIPLE[trial.side], growth=growth, most=most)
     found.tried = list(known.values())
     return found
@@ -173,6 +175,8 @@ def main(arguments: Sequence[str]) -> int:
     options_of.add_argument("--most", type=parsed_length, help="try no length beyond this")
     options_of.add_argument("--limit", type=float, default=LIMIT_SECONDS, help="seconds of one trial")
     options = options_of.parse_args(list(arguments))
+    if options.side != "ours":
+        require_transformers("length", ", or search ours alone with --side ours")
     ours = trial_from(options)
     sides: tuple[Side, ...] = ("ours", "transformers") if options.side == "both" else (options.side,)
     every = compare(ours, sides, options.cap, options.limit, options.most)

@@ -12,6 +12,7 @@ from itertools import pairwise
 from typing import Any
 
 from longstrand.architecture import DSA, KDA, Architecture
+from longstrand.bench._arguments import command_line, parsed_length
 from longstrand.bench._steps import architecture
 from longstrand.bench._trial import Trial, run_apart
 from longstrand.bench.figures import show
@@ -98,4 +99,9 @@ def _growth(less: Mapping[str, Any], more: Mapping[str, Any]) -> float:
 
 def main(arguments: list[str]) -> int:
     """`longstrand bench memory [LENGTH ...]`."""
-    return show(measure(tuple(map(int, arguments)) or LENGTHS))
+    options_of = command_line("memory", __doc__)
+    options_of.add_argument("lengths", type=parsed_length, nargs="*", default=list(LENGTHS), metavar="LENGTH")
+    lengths = options_of.parse_args(arguments).lengths
+    if len(lengths) < 2:
+        options_of.error("the growth needs two lengths or more")
+    return show(measure(lengths))

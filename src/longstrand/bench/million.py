@@ -13,8 +13,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from longstrand.bench._arguments import parsed_length
 from longstrand.bench._results import publish
-from longstrand.bench._trial import Trial, human_x, parsed_length, parser, run_apart, skipped, trial_from
+from longstrand.bench._trial import Trial, human_x, parser, run_apart, skipped, trial_from
 from longstrand.bench.figures import show
 from longstrand.errors import UserError
 

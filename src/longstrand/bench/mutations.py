@@ -19,6 +19,7 @@ from transformers.models.glm5_next.configuration_glm5_next import Glm5NextTextCo
 
 from longstrand.architecture import Architecture
 from longstrand.bench import _wrong as wrong
+from longstrand.bench._arguments import command_line, one_of
 from longstrand.bench._small_models import architecture, documents, model
 from longstrand.bench.figures import show
 from longstrand.bench.oracle import Oracle
@@ -94,7 +95,11 @@ def measure() -> list[dict[str, Any]]:
 
 def main(arguments: list[str]) -> int:
     """`longstrand bench mutations [CLAUSE ...]`."""
-    return show([judge(name) for name in arguments or CLAUSES])
+    options_of = command_line("mutations", __doc__)
+    options_of.add_argument(
+        "clauses", type=one_of(CLAUSES), nargs="*", metavar="CLAUSE", help="by default all of them"
+    )
+    return show([judge(name) for name in options_of.parse_args(arguments).clauses or CLAUSES])
 
 
 @cache

@@ -8,7 +8,6 @@ in float32 of one tile, in microseconds per token. select and sparse_attention s
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, get_args
@@ -17,10 +16,11 @@ import torch
 from torch import Tensor
 
 from longstrand.architecture import Architecture
+from longstrand.bench._arguments import command_line, parsed_count, parsed_length
 from longstrand.bench._op_cases import OPS, Inputs, Op
 from longstrand.bench._results import publish
 from longstrand.bench._steps import architecture, median_seconds
-from longstrand.bench._trial import Kernels, parsed_count, parsed_length
+from longstrand.bench._trial import Kernels
 from longstrand.bench.figures import show
 from longstrand.ops.native import use_native
 
@@ -128,10 +128,9 @@ def table(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def main(arguments: Sequence[str]) -> int:
     """`longstrand bench ops`."""
-    options_of = argparse.ArgumentParser(prog="longstrand bench ops", description=__doc__)
-    options_of.formatter_class = argparse.RawDescriptionHelpFormatter
-    options_of.add_argument("--tokens", type=parsed_length, default=TOKENS)
-    options_of.add_argument("--threads", type=parsed_count, default=2)
+    options_of = command_line("ops", __doc__)
+    options_of.add_argument("--tokens", type=parsed_length, default=TOKENS, help="of one tile")
+    options_of.add_argument("--threads", type=parsed_count, default=2, help="of torch and of the CPU kernels")
     options_of.add_argument("--config", choices=("toy", "wide"), action="append", dest="configs")
     options_of.add_argument(
         "--kernels", choices=get_args(Kernels), default="auto", help="CPU kernels, or plain torch"

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from longstrand.bench._arguments import command_line, parsed_length
 from longstrand.bench.figures import show
 from longstrand.ops.kda import kda, kda_reference
 
@@ -88,7 +89,9 @@ def measure(lengths: tuple[int, ...] = LENGTHS) -> list[dict[str, Any]]:
 
 def main(arguments: list[str]) -> int:
     """`longstrand bench repeats [LENGTH ...]`."""
-    return show(measure(tuple(map(int, arguments)) or LENGTHS))
+    options_of = command_line("repeats", __doc__)
+    options_of.add_argument("lengths", type=parsed_length, nargs="*", default=list(LENGTHS), metavar="LENGTH")
+    return show(measure(options_of.parse_args(arguments).lengths))
 
 
 def _inputs(batch: list[RepeatCase], seed: int) -> dict[str, list[Tensor]]:

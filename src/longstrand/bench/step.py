@@ -17,9 +17,10 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any
 
-from longstrand.bench._results import publish
+from longstrand.bench._arguments import parsed_count, parsed_length, require_transformers
+from longstrand.bench._results import print_table, publish
 from longstrand.bench._steps import architecture
-from longstrand.bench._trial import Side, Trial, parsed_count, parsed_length, parser, run_apart, trial_from
+from longstrand.bench._trial import Side, Trial, parser, run_apart, trial_from
 from longstrand.bench.figures import show
 from longstrand.bench.flops import terms
 
@@ -119,6 +120,8 @@ def main(arguments: Sequence[str]) -> int:
     options_of.add_argument("--profile", action="store_true", help="ours, and where its time goes")
     options_of.add_argument("--terms", action="store_true", help="show the model's operations term by term")
     options = options_of.parse_args(list(arguments))
+    if not (options.ours or options.profile):
+        require_transformers("step", ", or measure ours alone with --ours")
     settings = replace(trial_from(options), profile=options.profile)
     if not (options.ours or options.profile):
         rounds = dict.fromkeys(options.lengths, options.rounds)
@@ -130,14 +133,24 @@ def main(arguments: Sequence[str]) -> int:
     every: dict[int, Runs] = {}
     for length in options.lengths:
         if options.terms:
-            for term in terms(architecture(settings.config), length):
-                print(f"{length}: {term.step / 1e6:10.3f} MFLOP per token  {term.name}")
+            print_table(term_table(settings.config, length))
         found = [run_apart(replace(settings, tokens=length)) for _ in range(options.rounds)]
         every[length] = {"ours": found}
         for name, share in found[-1].get("profile", {}).items():
             print(f"{length}: {share:6.1%}  {name}")
     publish("step", table(every), {"settings": settings.settings(), "runs": every})
     return 0
+
+
+def term_table(config: str, length: int) -> dict[str, Any]:
+    """The operations of a step per token, and their sum."""
+    found = terms(architecture(config), length)
+    rows = [[term.name, f"{term.step / 1e6:.3f}"] for term in found]
+    rows.append(["all", f"{sum(term.step for term in found) / 1e6:.3f}"])
+    return {
+        "columns": [f"{config}, {length:,} tokens", "MFLOP per token, forward and backward"],
+        "rows": rows,
+    }
 
 
 def table(every: Mapping[int, Runs]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from longstrand.bench._arguments import command_line
 from longstrand.bench._small_models import (
     LENGTHS,
     MODES,
@@ -139,6 +140,7 @@ def measure() -> list[dict[str, Any]]:
 
 def main(arguments: list[str]) -> int:
     """`longstrand bench tiles`."""
+    command_line("tiles", __doc__).parse_args(arguments)
     return show(measure())
 
 

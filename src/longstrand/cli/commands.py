@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import json
 import os
 import shlex
 import signal
+import textwrap
 from pathlib import Path
 from typing import Annotated
 
@@ -208,13 +210,23 @@ def demo(
     add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True}
 )
 def bench(context: typer.Context) -> None:
-    """Measure against a reference: longstrand bench NAME ..."""
-    names = _measurements()
-    name = context.args[0] if context.args else ""
-    if name not in names:
-        problem = f"bench {name}: no such measurement" if name else "bench: name a measurement"
-        raise UserError(f"{problem}; one of: {', '.join(names)}")
-    raise typer.Exit(importlib.import_module(f"longstrand.bench.{name}").main(context.args[1:]))
+    """Measure against a reference: longstrand bench NAME ...; without a name, lists them."""
+    measurements = _measurements()
+    name, arguments = (context.args[0], context.args[1:]) if context.args else ("--help", [])
+    if name in ("--help", "-h"):
+        for known, summary in measurements.items():
+            typer.echo(textwrap.fill(f"{known:10} {summary}", 100, subsequent_indent=" " * 11))
+        typer.echo("\nlongstrand bench NAME --help shows the options of one.")
+        return
+    if name not in measurements:
+        raise UserError(f"bench {name}: no such measurement; one of: {', '.join(measurements)}")
+    try:
+        code = importlib.import_module(f"longstrand.bench.{name}").main(arguments)
+    except ModuleNotFoundError as error:
+        raise UserError(
+            f'bench {name}: needs {error.name}, which is not installed; pip install "longstrand[oracle]"'
+        ) from error
+    raise typer.Exit(code)
 
 
 @app.command()
@@ -260,7 +272,11 @@ def _tokens(option: str, text: str, least: int = 2) -> int:
     return tokens
 
 
-def _measurements() -> list[str]:
-    """Modules of `bench` that have a `main`, found without importing them: that would load torch and more."""
-    folder = Path(longstrand.__file__).parent / "bench"
-    return sorted(path.stem for path in folder.glob("[a-z]*.py") if "\ndef main(" in path.read_text("utf-8"))
+def _measurements() -> dict[str, str]:
+    """Modules of `bench` that have a `main` and their first line, without importing them: that would load torch."""
+    found = {}
+    for path in sorted((Path(longstrand.__file__).parent / "bench").glob("[a-z]*.py")):
+        text = path.read_text("utf-8")
+        if "\ndef main(" in text:
+            found[path.stem] = (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]
+    return found
