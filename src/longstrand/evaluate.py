@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,9 +19,10 @@ from torch import Tensor
 
 from longstrand.buckets import Bucket, BucketSums, check_edges, compare, default_edges, mean_nats
 from longstrand.config import Source
-from longstrand.data import Data, Pack, open_evaluation
+from longstrand.data import Data, Pack, open_data, open_evaluation
 from longstrand.data.pack import NO_TARGET
 from longstrand.errors import CheckFailed, UserError
+from longstrand.peak_memory import PeakMemory
 from longstrand.series import Series, append_series, series_from
 from longstrand.trained import Trained, load_trained
 from longstrand.wording import Unit, count, tokens_range, unit_for
@@ -107,14 +109,27 @@ def run_evaluation(
         CheckFailed: a log-probability that is not finite.
     """
     trained = load_trained(target)
-    state, errors = trained.use_settings(), Console(stderr=True, soft_wrap=True)
-    for note in filter(None, (f"CPU kernels: {state}", trained.beyond(length))):
-        errors.print(note, markup=False, highlight=False)
+    errors = Console(stderr=True, soft_wrap=True)
+
+    def say(note: str | None) -> None:
+        if note is not None:
+            errors.print(note, markup=False, highlight=False)
+
+    say(f"CPU kernels: {trained.use_settings()}")
+    say(trained.beyond(length))
     held_out = _open_files(trained, data, length, tokenizer)
+    say(_shared_with_training(trained, held_out))
     documents = held_out.documents("held_out", length=length)
     progress = track(documents, "scoring", console=errors, transient=True, disable=as_json)
     edges = default_edges(length, buckets)
-    series = evaluate_series(trained.model, progress, edges, trained.tile, trained.name, trained.step)
+    with PeakMemory() as memory:
+        began = time.perf_counter()
+        series = evaluate_series(trained.model, progress, edges, trained.tile, trained.name, trained.step)
+        seconds, peak = time.perf_counter() - began, memory.take()
+    scored = series["tokens"] + series["masked"]
+    say(
+        f"{scored:,} targets in {seconds:,.1f} s ({scored / seconds:,.0f} per second), peak {peak / 2**30:.2f} GiB"
+    )
     ledger = held_out.ledger.as_dict()
     skipped = _skipped(ledger)
     unknown = sum(source["unknown_tokens"] for source in ledger["sources"])
@@ -211,6 +226,21 @@ def _open_files(trained: Trained, data: Sequence[str], length: int, tokenizer: s
             "evaluate it on data of its own tokenizer (--tokenizer, for a model folder)"
         )
     return opened
+
+
+def _shared_with_training(trained: Trained, held_out: Data) -> str | None:
+    """A note where the files hold letters that the run was trained on, or where that cannot be known."""
+    if trained.recipe is None:
+        return None
+    try:
+        training = open_data(trained.recipe.data, seed=trained.recipe.run.seed, model_folder=trained.folder)
+    except UserError as error:
+        return f"note: not compared with the training data ({error})"
+    try:
+        training.check_apart_from(held_out)
+    except UserError as error:
+        return f"note: {error}"
+    return None
 
 
 def _skipped(ledger: dict[str, Any]) -> list[dict[str, Any]]:

@@ -54,7 +54,7 @@ class Pack:
         """
         if not documents or any(len(document) == 0 for document in documents):
             raise ValueError("a pack needs at least one document, and each document at least one token")
-        if any(document.dtype not in _WHOLE for document in documents):
+        if any(not isinstance(d, Tensor) or d.dtype not in _WHOLE for d in documents):
             raise ValueError("tokens must be whole numbers: a tensor of an integer dtype")
         if weights is None:
             weights = [torch.ones(len(document)) for document in documents]

@@ -209,13 +209,18 @@ def _memory_and_speed(run: RunFolder, plot: Plot | None) -> str:
         facts.append(("tokens per second, median", number(median(speed), 0) + spread))
     for section, key, name in (
         ("memory", "tile", "tile, tokens"),
+        ("memory", "recompute", "tiles recomputed in backward"),
+        ("memory", "keep_every", "layer inputs kept: every"),
+        ("memory", "offload", "offload"),
+        ("memory", "optimizer", "optimizer on"),
         ("run", "dtype", "weights' type"),
         ("run", "threads", "threads"),
         ("train", "sequences_per_step", "sequences per step"),
     ):
         value = run.setting(section, key)
         if value is not None:
-            facts.append((name, f"{value:,}" if isinstance(value, int) else str(value)))
+            shown = ("no", "yes")[value] if isinstance(value, bool) else value
+            facts.append((name, f"{shown:,}" if isinstance(shown, int) else str(shown)))
     text = pairs(facts) if memory or speed else ""
     if plot is not None:
         text += _figure(plot, "The run step by step", "What was recorded at each step.")

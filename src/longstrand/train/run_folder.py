@@ -16,8 +16,8 @@ from longstrand.config import KernelsSection, Recipe, Source, dump_toml, load_re
 from longstrand.errors import UserError
 from longstrand.ops.native import use_native
 
-MAY_CHANGE = {"memory.spool", "run.out", "train.steps"}
-"""Settings that a resumed run may have otherwise than the run it goes on with."""
+MAY_CHANGE = {"kernels.cpu", "memory.spool", "run.out", "train.steps"}
+"""Settings that a resumed run may have otherwise than the run it goes on with; other kernels round otherwise."""
 
 
 @contextmanager
@@ -173,7 +173,8 @@ def _same_recipe(run: Path, given: Recipe, resolved: Recipe) -> Recipe:
         if old.get(name) != new.get(name) and name not in MAY_CHANGE:
             raise UserError(
                 f"{name} = {new.get(name)}: this run began with {old.get(name)}, and a resumed run may change only "
-                f"{', '.join(sorted(MAY_CHANGE))}; set it back, or choose another run.out"
+                f"{', '.join(sorted(MAY_CHANGE))}; go on as it began with {resume_command(run)}, or choose another "
+                "run.out"
             )
     return resolved
 
