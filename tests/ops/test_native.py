@@ -9,12 +9,10 @@ import torch
 from agreement import difference, is_as_exact_as_plain_torch, run
 from test_sparse_attention import both
 
-from longstrand.errors import UserError
 from longstrand.ops import experts, kda, mhc, native, select, short_conv, sparse_attention
 from longstrand.ops.experts import cases as experts_cases
 from longstrand.ops.kda import cases as kda_cases
 from longstrand.ops.mhc import cases as mhc_cases
-from longstrand.ops.native import build
 from longstrand.ops.norm import gated_rms_norm, rms_norm
 from longstrand.ops.select import cases as select_cases
 from longstrand.ops.short_conv import cases as conv_cases
@@ -231,21 +229,6 @@ def test_the_number_of_threads_changes_nothing_but_the_order_of_sums():
 def test_a_float64_model_runs_in_plain_torch():
     assert not native.has_kernel(torch.ones(1, dtype=torch.float64))
     assert native.has_kernel(torch.ones(1), torch.ones(1, dtype=torch.bfloat16))
-
-
-def test_without_a_compiler_auto_says_why_and_native_is_refused(monkeypatch):
-    monkeypatch.setattr(build, "COMPILER", "no-such-compiler")
-    state = native.use_native("auto")
-    assert not state.used and "no-such-compiler is not on the PATH" in state.reason
-    with pytest.raises(UserError, match=r'kernels.cpu = "native".*install a C\+\+ compiler'):
-        native.use_native("native")
-    assert not native.has_kernel(torch.ones(1))
-
-
-def test_a_cache_that_cannot_be_written_is_named(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(build.CannotBuild, match="cannot be written"):
-        build.built_library(tmp_path / "file" / "cache")
 
 
 def test_rows_beyond_two_to_the_31_values_are_read_and_written_where_they_lie():

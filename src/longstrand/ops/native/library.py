@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from longstrand.errors import UserError
-from longstrand.ops.native.build import CannotBuild, built_library
+from longstrand.ops.native.build import CannotBuild, loaded_library
 
 Choice = Literal["auto", "native", "portable"]
 SUFFIX = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
@@ -41,7 +41,7 @@ def use_native(choice: Choice) -> NativeState:
     if choice == "portable":
         return NativeState(False, "asked for")
     try:
-        _library = ctypes.CDLL(str(built_library()))
+        _library = loaded_library()
     except CannotBuild as error:
         if choice == "native":
             raise UserError(
@@ -64,12 +64,13 @@ def require(shape: tuple[int, ...], **tensors: Tensor | None) -> None:
 
 
 def call(name: str, *arguments: Tensor | float | int | None) -> None:
-    """Runs a kernel on the intra-op threads of torch (they share one OpenMP runtime).
+    """Runs a kernel on as many threads as torch has, whichever OpenMP runtime torch brought along.
 
     Args:
         name: the function; whole numbers go in as int64, other numbers as float32, None as a null pointer.
     """
     assert _library is not None, "use_native comes first"
+    _library.set_kernel_threads(ctypes.c_int64(torch.get_num_threads()))
     getattr(_library, name)(*map(_argument, arguments))
 
 
