@@ -6,8 +6,8 @@ import sys
 import numpy as np
 import pytest
 import torch
-from agreement import difference, is_as_exact_as_plain_torch, run
-from test_sparse_attention import both
+from agreement import difference, errs_at_most_twice, is_as_exact_as_plain_torch, run
+from test_sparse_attention import both, in_plain_torch
 
 from longstrand.ops import experts, kda, mhc, native, select, short_conv, sparse_attention
 from longstrand.ops.experts import cases as experts_cases
@@ -19,6 +19,7 @@ from longstrand.ops.short_conv import cases as conv_cases
 from longstrand.ops.sparse_attention import cases as sparse_cases
 from longstrand.ops.swiglu import swiglu
 
+FLOOR = {torch.float32: 4.0, torch.bfloat16: 1.0}  # units of rounding; one of bfloat16's is 0.8 %
 BOTH = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 
 
@@ -44,7 +45,7 @@ def test_hyper_connections(case, dtype):
         lambda **given: mhc.mhc_gather_reference(**given, **settings),
         inputs,
         dtype,
-        floor=16.0,
+        floor=FLOOR[dtype],
     )
 
 
@@ -56,7 +57,7 @@ def test_hyper_connections_update(case, dtype):
     shapes["comb"] = (case.length, case.streams, case.streams)
     more = {n: torch.randn(*s, generator=generator, dtype=torch.float64) for n, s in shapes.items()}
     inputs = {"x": mhc_cases.draw(case)["x"], **more}
-    is_as_exact_as_plain_torch(mhc.mhc_update, mhc.mhc_update_reference, inputs, dtype, floor=16.0)
+    is_as_exact_as_plain_torch(mhc.mhc_update, mhc.mhc_update_reference, inputs, dtype, floor=FLOOR[dtype])
 
 
 @named([*kda_cases.CASES, kda_cases.KdaCase("whole vectors", 50, key=32, value=16)])
@@ -100,7 +101,11 @@ def test_kda_reads_queries_that_lie_between_keys_and_values():
 @named(conv_cases.CASES)
 def test_short_convolution(case, dtype):
     is_as_exact_as_plain_torch(
-        short_conv.short_conv, short_conv.short_conv_reference, conv_cases.draw(case), dtype, floor=8.0
+        short_conv.short_conv,
+        short_conv.short_conv_reference,
+        conv_cases.draw(case),
+        dtype,
+        floor=FLOOR[dtype],
     )
 
 
@@ -112,7 +117,7 @@ def test_experts(case, dtype):
         lambda **given: experts.experts_reference(**given, limit=case.limit),
         experts_cases.draw(case),
         dtype,
-        floor=16.0,
+        floor=FLOOR[dtype],
     )
 
 
@@ -122,9 +127,8 @@ def test_sparse_attention(case, dtype):
     inputs = sparse_cases.draw(case)
     inputs = {n: v.to(dtype).double() if v.is_floating_point() else v for n, v in inputs.items()}
     ours, truth = both(inputs, case.kpool, dtype)
-    limit = 1e-5 if dtype == torch.float32 else 2e-2
-    found = {name: difference(ours[name], truth[name], 1.0) for name in truth}
-    assert max(found.values()) <= limit, found
+    plain = in_plain_torch(inputs, case.kpool, dtype)
+    errs_at_most_twice(ours, plain, truth, dtype, floor=FLOOR[dtype])
 
 
 @named(select_cases.CASES)
@@ -172,13 +176,15 @@ def test_rows(dtype, width):
         return weight * x / torch.sqrt(x.square().mean(-1, keepdim=True) + 1e-5)
 
     inputs = {"x": noise(5, 3, width), "weight": 1 + 0.3 * noise(width)}
-    is_as_exact_as_plain_torch(lambda x, weight: rms_norm(x, weight, 1e-5), norm, inputs, dtype, floor=8.0)
+    is_as_exact_as_plain_torch(
+        lambda x, weight: rms_norm(x, weight, 1e-5), norm, inputs, dtype, floor=FLOOR[dtype]
+    )
     is_as_exact_as_plain_torch(
         lambda x, weight, gate: gated_rms_norm(x.float(), gate, weight, 1e-5),
         lambda x, weight, gate: norm(x, weight) * torch.sigmoid(gate),
         inputs | {"gate": noise(5, 3, width)},
         dtype,
-        floor=8.0,
+        floor=FLOOR[dtype],
     )
     is_as_exact_as_plain_torch(
         lambda both: swiglu(both, 0.7),
@@ -187,14 +193,14 @@ def test_rows(dtype, width):
         ),
         {"both": noise(9, 2 * width)},
         dtype,
-        floor=8.0,
+        floor=FLOOR[dtype],
     )
     is_as_exact_as_plain_torch(
         lambda raw, a_log, bias: kda.log_decay(raw, a_log, bias, -5.0),
         lambda raw, a_log, bias: -5.0 * torch.sigmoid(a_log.exp()[:, None] * (raw + bias.view(3, width))),
         {"raw": noise(9, 3, width), "a_log": 0.3 * noise(3), "bias": noise(3 * width)},
         dtype,
-        floor=16.0,
+        floor=FLOOR[dtype],
     )
 
 
@@ -224,11 +230,6 @@ def test_the_number_of_threads_changes_nothing_but_the_order_of_sums():
         found.append([float(number) for number in done.stdout.split()])
     for one in found[1:]:
         assert one == pytest.approx(found[0], rel=1e-5)
-
-
-def test_a_float64_model_runs_in_plain_torch():
-    assert not native.has_kernel(torch.ones(1, dtype=torch.float64))
-    assert native.has_kernel(torch.ones(1), torch.ones(1, dtype=torch.bfloat16))
 
 
 def test_rows_beyond_two_to_the_31_values_are_read_and_written_where_they_lie():
