@@ -52,15 +52,31 @@ def use_native(choice: Choice) -> NativeState:
 
 
 def has_kernel(*tensors: Tensor) -> bool:
-    """Whether these run in a CPU kernel: kernels in use, all on the CPU, in float32 or bfloat16."""
-    return _library is not None and all(t.device.type == "cpu" and t.dtype in SUFFIX for t in tensors)
+    """Whether these run in a CPU kernel: kernels in use, all on the CPU, all float32 or all bfloat16."""
+    first = tensors[0].dtype
+    return (
+        _library is not None
+        and first in SUFFIX
+        and all(t.dtype == first and t.device.type == "cpu" for t in tensors)
+    )
 
 
-def require(shape: tuple[int, ...], **tensors: Tensor | None) -> None:
-    """A kernel reads what it is told to: raises ValueError where a tensor has another shape."""
+def require(shape: tuple[int, ...], dtype: torch.dtype, **tensors: Tensor | None) -> None:
+    """A kernel reads what it is told to: raises ValueError where a tensor has another shape or dtype."""
     for name, tensor in tensors.items():
-        if tensor is not None and tuple(tensor.shape) != shape:
+        if tensor is None:
+            continue
+        if tuple(tensor.shape) != shape:
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}, must be {shape}")
+        if tensor.dtype != dtype:
+            raise ValueError(f"{name} is {tensor.dtype}, must be {dtype}")
+
+
+def require_contiguous(**tensors: Tensor | None) -> None:
+    """For what a kernel writes in place, or is too large to copy: raises ValueError."""
+    for name, tensor in tensors.items():
+        if tensor is not None and not tensor.is_contiguous():
+            raise ValueError(f"{name} has strides {tensor.stride()}, must be contiguous")
 
 
 def call(name: str, *arguments: Tensor | float | int | None) -> None:

@@ -79,9 +79,9 @@ def _select_in_kernel(
     """Scores never leave the registers, and each thread packs a block of keys at a time; see kernel.cpp."""
     first_pool, num_visible = first_pool.long().contiguous(), num_visible.long().contiguous()
     keys = keys if keys.stride(1) == 1 else keys.contiguous()
-    require(tuple(q.shape[:2]), weights=weights)
-    require(tuple(q.shape[:1]), first_pool=first_pool, num_visible=num_visible)
-    require((len(keys), q.shape[2]), keys=keys)
+    require(tuple(q.shape[:2]), weights.dtype, weights=weights)
+    require(tuple(q.shape[:1]), torch.int64, first_pool=first_pool, num_visible=num_visible)
+    require((len(keys), q.shape[2]), keys.dtype, keys=keys)
     if int((first_pool + num_visible).max()) > len(keys) or int(first_pool.min()) < 0:
         raise ValueError(f"a row sees pools beyond the {len(keys)} that there are")
     spare = (0, 0, 0, 3)  # the inner loop takes four rows
