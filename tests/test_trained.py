@@ -35,7 +35,7 @@ def test_a_run_trained_with_kernels_is_used_without_a_compiler_and_says_why(monk
     def none_here(*_):
         raise build.CannotBuild("no C++ compiler: g++ is not on the PATH")
 
-    monkeypatch.setattr("longstrand.ops.native.library.built_library", none_here)
+    monkeypatch.setattr("longstrand.ops.native.library.loaded_library", none_here)
     state = Trained(None, "a run", recorded(), 1, None).use_settings()
     assert str(state) == "portable (no C++ compiler: g++ is not on the PATH)"
 

@@ -98,7 +98,9 @@ def test_records_without_a_name_or_with_the_same_one_are_told_apart(folder, tmp_
 def test_more_tokens_than_the_model_was_made_for_are_said(folder, capsys):
     run_generation(folder, Request(texts=["ACG"], max_new_tokens=198))
     errors = capsys.readouterr().err
-    assert f"{folder} was made for 200 tokens (max_position_embeddings), and is given 201" in errors.replace("\n", "")
+    assert f"{folder} was made for 200 tokens (max_position_embeddings), and is given 201" in errors.replace(
+        "\n", ""
+    )
     assert "CPU kernels: " in errors
 
 

@@ -6,21 +6,20 @@ import sys
 import numpy as np
 import pytest
 import torch
-from agreement import difference, is_as_exact_as_plain_torch, run
-from test_sparse_attention import both
+from agreement import difference, errs_at_most_twice, is_as_exact_as_plain_torch, run
+from test_sparse_attention import both, in_plain_torch
 
-from longstrand.errors import UserError
 from longstrand.ops import experts, kda, mhc, native, select, short_conv, sparse_attention
 from longstrand.ops.experts import cases as experts_cases
 from longstrand.ops.kda import cases as kda_cases
 from longstrand.ops.mhc import cases as mhc_cases
-from longstrand.ops.native import build
 from longstrand.ops.norm import gated_rms_norm, rms_norm
 from longstrand.ops.select import cases as select_cases
 from longstrand.ops.short_conv import cases as conv_cases
 from longstrand.ops.sparse_attention import cases as sparse_cases
 from longstrand.ops.swiglu import swiglu
 
+FLOOR = {torch.float32: 4.0, torch.bfloat16: 1.0}  # units of rounding; one of bfloat16's is 0.8 %
 BOTH = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 
 
@@ -46,7 +45,7 @@ def test_hyper_connections(case, dtype):
         lambda **given: mhc.mhc_gather_reference(**given, **settings),
         inputs,
         dtype,
-        floor=16.0,
+        floor=FLOOR[dtype],
     )
 
 
@@ -58,7 +57,7 @@ def test_hyper_connections_update(case, dtype):
     shapes["comb"] = (case.length, case.streams, case.streams)
     more = {n: torch.randn(*s, generator=generator, dtype=torch.float64) for n, s in shapes.items()}
     inputs = {"x": mhc_cases.draw(case)["x"], **more}
-    is_as_exact_as_plain_torch(mhc.mhc_update, mhc.mhc_update_reference, inputs, dtype, floor=16.0)
+    is_as_exact_as_plain_torch(mhc.mhc_update, mhc.mhc_update_reference, inputs, dtype, floor=FLOOR[dtype])
 
 
 @named([*kda_cases.CASES, kda_cases.KdaCase("whole vectors", 50, key=32, value=16)])
@@ -74,12 +73,6 @@ def test_kda_has_the_decays_gradient_to_its_own_bound():
         inputs = kda_cases.draw(case)
         found, truth = run(kda.kda, inputs, torch.float32), run(kda.kda_reference, inputs)
         assert difference(found["gradient of g"], truth["gradient of g"], 1e-6) <= 1e-4, case.name
-
-
-def test_a_wrong_shape_is_refused_before_a_kernel_reads_it():
-    native.require((3, 2), q=torch.ones(3, 2), k=None)
-    with pytest.raises(ValueError, match=r"k has shape \(3, 3\), must be \(3, 2\)"):
-        native.require((3, 2), q=torch.ones(3, 2), k=torch.ones(3, 3))
 
 
 def test_kda_reads_queries_that_lie_between_keys_and_values():
@@ -102,7 +95,11 @@ def test_kda_reads_queries_that_lie_between_keys_and_values():
 @named(conv_cases.CASES)
 def test_short_convolution(case, dtype):
     is_as_exact_as_plain_torch(
-        short_conv.short_conv, short_conv.short_conv_reference, conv_cases.draw(case), dtype, floor=8.0
+        short_conv.short_conv,
+        short_conv.short_conv_reference,
+        conv_cases.draw(case),
+        dtype,
+        floor=FLOOR[dtype],
     )
 
 
@@ -114,7 +111,7 @@ def test_experts(case, dtype):
         lambda **given: experts.experts_reference(**given, limit=case.limit),
         experts_cases.draw(case),
         dtype,
-        floor=16.0,
+        floor=FLOOR[dtype],
     )
 
 
@@ -124,9 +121,8 @@ def test_sparse_attention(case, dtype):
     inputs = sparse_cases.draw(case)
     inputs = {n: v.to(dtype).double() if v.is_floating_point() else v for n, v in inputs.items()}
     ours, truth = both(inputs, case.kpool, dtype)
-    limit = 1e-5 if dtype == torch.float32 else 2e-2
-    found = {name: difference(ours[name], truth[name], 1.0) for name in truth}
-    assert max(found.values()) <= limit, found
+    plain = in_plain_torch(inputs, case.kpool, dtype)
+    errs_at_most_twice(ours, plain, truth, dtype, floor=FLOOR[dtype])
 
 
 @named(select_cases.CASES)
@@ -174,13 +170,15 @@ def test_rows(dtype, width):
         return weight * x / torch.sqrt(x.square().mean(-1, keepdim=True) + 1e-5)
 
     inputs = {"x": noise(5, 3, width), "weight": 1 + 0.3 * noise(width)}
-    is_as_exact_as_plain_torch(lambda x, weight: rms_norm(x, weight, 1e-5), norm, inputs, dtype, floor=8.0)
+    is_as_exact_as_plain_torch(
+        lambda x, weight: rms_norm(x, weight, 1e-5), norm, inputs, dtype, floor=FLOOR[dtype]
+    )
     is_as_exact_as_plain_torch(
         lambda x, weight, gate: gated_rms_norm(x.float(), gate, weight, 1e-5),
         lambda x, weight, gate: norm(x, weight) * torch.sigmoid(gate),
         inputs | {"gate": noise(5, 3, width)},
         dtype,
-        floor=8.0,
+        floor=FLOOR[dtype],
     )
     is_as_exact_as_plain_torch(
         lambda both: swiglu(both, 0.7),
@@ -189,14 +187,14 @@ def test_rows(dtype, width):
         ),
         {"both": noise(9, 2 * width)},
         dtype,
-        floor=8.0,
+        floor=FLOOR[dtype],
     )
     is_as_exact_as_plain_torch(
         lambda raw, a_log, bias: kda.log_decay(raw, a_log, bias, -5.0),
         lambda raw, a_log, bias: -5.0 * torch.sigmoid(a_log.exp()[:, None] * (raw + bias.view(3, width))),
         {"raw": noise(9, 3, width), "a_log": 0.3 * noise(3), "bias": noise(3 * width)},
         dtype,
-        floor=16.0,
+        floor=FLOOR[dtype],
     )
 
 
@@ -226,26 +224,6 @@ def test_the_number_of_threads_changes_nothing_but_the_order_of_sums():
         found.append([float(number) for number in done.stdout.split()])
     for one in found[1:]:
         assert one == pytest.approx(found[0], rel=1e-5)
-
-
-def test_a_float64_model_runs_in_plain_torch():
-    assert not native.has_kernel(torch.ones(1, dtype=torch.float64))
-    assert native.has_kernel(torch.ones(1), torch.ones(1, dtype=torch.bfloat16))
-
-
-def test_without_a_compiler_auto_says_why_and_native_is_refused(monkeypatch):
-    monkeypatch.setattr(build, "COMPILER", "no-such-compiler")
-    state = native.use_native("auto")
-    assert not state.used and "no-such-compiler is not on the PATH" in state.reason
-    with pytest.raises(UserError, match=r'kernels.cpu = "native".*install a C\+\+ compiler'):
-        native.use_native("native")
-    assert not native.has_kernel(torch.ones(1))
-
-
-def test_a_cache_that_cannot_be_written_is_named(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(build.CannotBuild, match="cannot be written"):
-        build.built_library(tmp_path / "file" / "cache")
 
 
 def test_rows_beyond_two_to_the_31_values_are_read_and_written_where_they_lie():

@@ -12,12 +12,6 @@ from longstrand.memory.tiles import PackLayout
 LONG = 2**31 + 4099  # tokens
 
 
-def test_a_flat_offset_is_what_plain_arithmetic_says():
-    index, stride = torch.tensor([200_000], dtype=torch.int64), 16_384
-    assert int(index * stride) == 3_276_800_000
-    assert int((index.int() * stride).int()) == -1_018_167_296  # what 32 bits would make of it
-
-
 @pytest.mark.parametrize("kpool", [1, 4, 16])
 def test_slots_and_pools_beyond_two_to_the_31_do_not_wrap(kpool):
     """Starts are given as they come from a pack; only the last few tokens are looked at."""
@@ -40,18 +34,11 @@ def test_starts_of_32_bits_are_widened_before_they_are_multiplied():
     assert layout.tile(2**31 - 5, 2**31 - 1).slots.tolist() == [2**31 - 4 + i for i in range(4)]
 
 
-def test_a_row_of_a_stream_of_more_than_two_to_the_31_elements_is_the_right_one():
-    """[131,073 tokens, 4 x 4096] in logical size only: the last row starts at 2^31."""
-    stream = torch.empty(131_073, 4, 4096, device="meta")
-    assert stream.numel() > 2**31
-    assert stream[131_072].storage_offset() == 2**31
-    assert stream[131_072:].shape == (1, 4, 4096)
-
-
 def test_ids_are_narrow_only_where_they_are_stored():
-    """Pool ids are kept in 32 bits, expert ids in 8 or 16; whoever reads them widens first (`.long()`).
+    """Pool ids are kept in 32 bits, expert ids in 8 or 16; whoever multiplies them widens first.
 
-    `memory/host.py` names uint8 for a block of bytes.
+    `gathered.py` narrows pool ids (`.int()`) for the kernel, which multiplies in 64 bits; `memory/host.py` and
+    `memory/spool.py` name uint8 for a block of bytes.
     """
     source = Path(longstrand.ops.__path__[0]).parent
     narrow = {

@@ -1,8 +1,11 @@
 """Selection of pools against plain Python sorting: causal, complete, ties to the lowest id."""
 
+import math
+
 import pytest
 import torch
 
+from longstrand.ops import native
 from longstrand.ops.select import (
     blockwise,
     own,
@@ -66,13 +69,59 @@ def test_unused_slots_are_minus_one_in_memory_that_was_never_written(fresh_memor
         assert torch.equal(chosen, select_pools_reference(**inputs, num_selected=case.num_selected))
 
 
-def test_a_score_of_minus_infinity_or_less_than_any_other_is_still_a_visible_pool():
-    """A pool is chosen for being visible, whatever its score: hidden is not the same as low."""
-    case = SelectCase("", (16,), "negative")
-    inputs = draw(case)
-    inputs["keys"] = inputs["keys"] * 1e300
-    chosen = select_pools(**inputs, num_selected=4)
-    assert chosen[-1].tolist() == [0, 1, 2, 3]
+NOT_FINITE = {
+    "minus infinity": [-1.0, -torch.inf, -5.0, -torch.inf, -torch.inf, -torch.inf, -torch.inf],
+    "all minus infinity": [-torch.inf] * 9,
+    "enough beside minus infinity": [-torch.inf, -3.0, -4.0, -torch.inf, -5.0, -2.0, -9.0],
+    "NaN": [torch.nan, 3.0, torch.nan, torch.nan, 1.0, torch.nan],
+    "NaN and minus infinity": [-torch.inf, torch.nan, -7.0, torch.nan, -torch.inf, -1.0, -torch.inf],
+    "all NaN": [torch.nan] * 11,
+    "infinity": [1.0, torch.inf, 2.0, torch.inf, 5.0, torch.nan, 0.5],
+    "as low as can be": [-3.4028234663852886e38, -torch.inf, torch.nan, -1.0, -3.0, -3.4028234663852886e38],
+}
+
+
+@pytest.mark.parametrize("form", ["portable", "kernel", "own"])
+@pytest.mark.parametrize("scores", NOT_FINITE.values(), ids=NOT_FINITE)
+def test_a_visible_pool_is_chosen_before_a_hidden_one_whatever_its_score(scores, form):
+    """Hidden is not the same as low; NaN counts as minus infinity, and ties go to the lowest id."""
+    count = 4
+    if form == "kernel" and not native.use_native("auto").used:
+        pytest.skip("no compiler")
+    low = [-torch.inf if math.isnan(score) else score for score in scores]
+    best = sorted(sorted(range(len(scores)), key=lambda pool: (-low[pool], pool))[:count])
+    sign = -1.0 if any(score < 0 for score in scores) else 1.0
+    keys = torch.tensor(scores)[:, None] * sign  # the score is sign x relu(1 x key)
+    hidden = torch.full((2, 1), 1e-9 if sign < 0 else 9.0)  # would score better than most
+    one, weight, visible = torch.ones(1, 1, 1), torch.full((1, 1), sign), torch.tensor([len(scores)])
+    if form == "own":
+        chosen = select_own_pools(one, weight, torch.cat([keys, hidden])[None], visible, count)
+    else:
+        keys = torch.cat([hidden, keys, hidden])
+        chosen = select_pools(one, weight, keys, torch.tensor([2]), visible, count) - 2
+        assert torch.equal(
+            select_pools_reference(one, weight, keys, torch.tensor([2]), visible, count) - 2, chosen
+        )
+    assert chosen.tolist() == [best]
+
+
+@pytest.mark.parametrize("form", ["portable", "kernel", "own"])
+def test_queries_that_are_nan_choose_the_lowest_visible_pools(form):
+    if form == "kernel" and not native.use_native("auto").used:
+        pytest.skip("no compiler")
+    inputs = {n: v.float() if v.is_floating_point() else v for n, v in draw(SelectCase("", (40,))).items()}
+    assert int(inputs["num_visible"].max()) > 4  # scored
+    inputs["q"] = inputs["q"] * torch.nan
+    if form == "own":
+        rows = slice(39, 40)
+        keys = inputs["keys"].unsqueeze(0)
+        chosen = select_own_pools(inputs["q"][rows], inputs["weights"][rows], keys, torch.tensor([10]), 4)
+        assert chosen.tolist() == [[0, 1, 2, 3]]
+        return
+    for seen, row in zip(
+        inputs["num_visible"].tolist(), select_pools(**inputs, num_selected=4).tolist(), strict=True
+    ):
+        assert row == [*range(min(seen, 4)), *[-1] * (4 - min(seen, 4))]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

@@ -39,12 +39,26 @@ def both(inputs, kpool, dtype=torch.float64):
     q, latents = (inputs[name].detach().requires_grad_() for name in ("q", "latents"))
     out, mass = definition(q, latents, **ids, kpool=kpool)
     out.backward(upstream)
-    truth = {"out": out.detach(), "mass": mass.detach(), "dq": q.grad, "d_latents": latents.grad}
+    truth = results(out, mass, q.grad, latents.grad)
     q, latents = inputs["q"].detach().to(dtype).requires_grad_(), inputs["latents"].to(dtype)
     d_latents = torch.zeros_like(latents, dtype=torch.promote_types(dtype, torch.float32))
     out, mass = sparse_attention(q, latents, d_latents, **ids, kpool=kpool, scale=SCALE)
     out.backward(upstream.to(dtype))
-    return {"out": out.detach(), "mass": mass, "dq": q.grad, "d_latents": d_latents}, truth
+    return results(out, mass, q.grad, d_latents), truth
+
+
+def in_plain_torch(inputs, kpool, dtype):
+    """The same of the definition, in `dtype`."""
+    upstream = torch.randn(inputs["q"].shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    q, latents = (inputs[name].detach().to(dtype).requires_grad_() for name in ("q", "latents"))
+    out, mass = definition(q, latents, inputs["pools"], inputs["slots"], kpool=kpool)
+    out.backward(upstream.to(dtype))
+    return results(out, mass, q.grad, latents.grad)
+
+
+def results(out, mass, d_q, d_latents):
+    named = {"output": out, "mass": mass, "gradient of q": d_q, "gradient of latents": d_latents}
+    return {name: value.detach() for name, value in named.items()}
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

@@ -18,9 +18,10 @@ from longstrand.model.block import DsaLayer, KdaLayer
 from longstrand.model.head import LogprobEnd
 from longstrand.model.hf import SourceInfo, keeps_float32
 from longstrand.model.linear import Linear, Norm
-from longstrand.ops.mhc import KERNEL_STREAMS
+from longstrand.ops import kda, mhc, select
 from longstrand.ops.native import has_kernel
 from longstrand.ops.norm import rms_norm
+from longstrand.ops.precision import wide
 
 GROUPS = (  # first match wins
     ("embedding", ("embed_tokens.",)),
@@ -149,28 +150,22 @@ def _warms_up(side: SideLosses | None) -> bool:
     return side is not None and side.indexer == "warmup"
 
 
-PORTABLE_FORMS = {
-    "kda": "chunked",
-    "short_conv": "taps",
-    "mhc": "fused",
-    "select": "blockwise",
-    "sparse_attention": "gathered",
-    "experts": "grouped",
-    "norms and gates": "eager",
-}
-
-
 def kernels(model: Model) -> dict[str, str]:
-    """Which implementation runs each op; decided once at start, and nothing falls back."""
-    weight = model.norm.weight
-    native, device = has_kernel(weight), weight.device.type
+    """Which implementation runs each op, as the ops decide it themselves for this model's dtype and shape."""
+    shape, x = model.architecture, model.embed_tokens.weight[:1]  # a row in the dtype of what flows
+    kept = wide(x)  # and one of what is kept wide
     forms = {
-        op: "native C++ (cpu)" if native else f"torch {form} ({device})"
-        for op, form in PORTABLE_FORMS.items()
+        "kda": ("chunked", kda.in_kernel(x, kept)),
+        "short_conv": ("taps", has_kernel(x)),
+        "mhc": ("fused", mhc.in_kernel(x, streams=shape.hc_mult, iterations=shape.hc_sinkhorn_iters)),
+        "select": ("blockwise", select.in_kernel(kept, x)),
+        "sparse_attention": ("gathered", has_kernel(x)),
+        "experts": ("grouped", has_kernel(x)),
+        "norms and gates": ("eager", has_kernel(x)),
+        "token_logprobs": ("chunked", False),
+        "dense_attention": ("blockwise", False),
     }
-    if model.architecture.hc_mult not in KERNEL_STREAMS:
-        forms["mhc"] = f"torch fused ({device})"
-    return forms | {
-        "token_logprobs": f"torch chunked ({device})",
-        "dense_attention": f"torch blockwise ({device})",
+    return {
+        op: "native C++ (cpu)" if native else f"torch {form} ({x.device.type})"
+        for op, (form, native) in forms.items()
     }

@@ -24,7 +24,7 @@ def gated_rms_norm(
     x: Float[Tensor, "*N D"], gate: Float[Tensor, "*N D"], weight: Float[Tensor, "D"], eps: float
 ) -> Float[Tensor, "*N D"]:
     """RMSNorm(x) * sigmoid(gate), all in float32 or wider; returned in the gate's dtype."""
-    if has_kernel(x, gate) and x.dtype == torch.float32:
+    if x.dtype == torch.float32 and has_kernel(x) and has_kernel(gate):
         return _NativeGatedNorm.apply(x, gate, weight, eps)
     return (rms_norm(wide(x), wide(weight), eps) * wide(gate).sigmoid()).to(gate.dtype)
 
@@ -56,8 +56,8 @@ class _RmsNorm(torch.autograd.Function):
 class _NativeRmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        require(tuple(x.shape[-1:]), weight=weight)
         x, scale = x.contiguous(), wide(weight).contiguous()
+        require(tuple(x.shape[-1:]), torch.float32, weight=scale)
         y = torch.empty_like(x)
         ctx.sizes, ctx.dtype = (x.numel() // x.shape[-1], x.shape[-1], float(eps)), weight.dtype
         call(f"rms_norm_forward_{SUFFIX[x.dtype]}", x, scale, *ctx.sizes, y)
@@ -75,9 +75,9 @@ class _NativeRmsNorm(torch.autograd.Function):
 class _NativeGatedNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-        require(tuple(x.shape), gate=gate)
-        require(tuple(x.shape[-1:]), weight=weight)
         x, gate, scale = x.contiguous(), gate.contiguous(), wide(weight).contiguous()
+        require(tuple(x.shape), gate.dtype, gate=gate)
+        require(tuple(x.shape[-1:]), torch.float32, weight=scale)
         y = torch.empty_like(gate)
         ctx.sizes, ctx.dtype = (x.numel() // x.shape[-1], x.shape[-1], float(eps)), weight.dtype
         call(f"gated_norm_forward_{SUFFIX[gate.dtype]}", x, gate, scale, *ctx.sizes, y)

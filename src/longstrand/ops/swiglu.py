@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from longstrand.ops.native import SUFFIX, call, has_kernel
+from longstrand.ops.native import SUFFIX, call, has_kernel, require
 
 
 def swiglu(both: Float[Tensor, "*N F2"], limit: float) -> Float[Tensor, "*N F"]:
@@ -41,6 +41,7 @@ def swiglu_backward(
     """Gradient of both parts; exactly 0 where a clamp holds."""
     if has_kernel(both, dy):
         both, dy, width = both.contiguous(), dy.contiguous(), dy.shape[-1]
+        require((*dy.shape[:-1], 2 * width), dy.dtype, both=both)
         d_both = torch.empty_like(both)
         sizes = (dy.numel() // width, width, float(limit))
         call(f"swiglu_backward_{SUFFIX[both.dtype]}", both, dy, *sizes, d_both)

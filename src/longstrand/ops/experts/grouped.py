@@ -48,10 +48,10 @@ class _NativeExperts(torch.autograd.Function):
         ctx: Any, x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, limit: float
     ) -> Tensor:
         x, ids, weights = x.contiguous(), ids.long().contiguous(), wide(weights).contiguous()
-        require(tuple(ids.shape), weights=weights)
-        require((len(gate_up), x.shape[1], gate_up.shape[1] // 2), down=down)
-        require((len(gate_up), 2 * down.shape[2], x.shape[1]), gate_up=gate_up)
-        require((len(x),), ids=ids[:, 0])
+        require(tuple(ids.shape), torch.float32, weights=weights)
+        require((len(gate_up), x.shape[1], gate_up.shape[1] // 2), x.dtype, down=down)
+        require((len(gate_up), 2 * down.shape[2], x.shape[1]), x.dtype, gate_up=gate_up)
+        require((len(x),), torch.int64, ids=ids[:, 0])
         sizes, suffix = (*ids.shape, x.shape[1]), SUFFIX[x.dtype]
         counts, place = ids.new_empty(len(gate_up)), torch.empty_like(ids)
         call("experts_group", ids, ids.numel(), len(gate_up), counts, place)

@@ -2,7 +2,7 @@
 
 Within a chunk of C = 16 tokens the delta rule is a unit lower triangular system, solved by substitution; between
 chunks a state [K, V] per head is carried. All decay differences are formed from factors whose exponents stay under
-20 in size (sub-blocks of 8 rows around their middle, log decay at least -5 per token), so float32 never overflows and
+20 (sub-blocks of 8 rows around their middle, log decay at least -5 per token), so float32 never overflows and
 no masked entry is exponentiated.
 """
 
@@ -35,11 +35,12 @@ def kda(
     """Outputs and last state of the gated delta rule, in chunks of 16; see `kda_reference` for the definition.
 
     The log decay g must be at least -5 per token. Documents are told apart inside a chunk by `first`: nothing is
-    padded to a chunk but the tile's end. Transients: about 40 x B x T x H x K values, freed with the tile.
+    padded to a chunk but the tile's end. Transients, freed with the tile: about 40 x B x T x H x K values; the kernel's
+    are K V / 16 + V per token and head, under gradients only, and about 3 K V + 330 K + 110 V per thread.
 
     Source: Kimi Linear (arXiv 2510.26692), section 4; the triangular form is that of DeltaNet (arXiv 2406.06484).
     """
-    if has_kernel(q, k, v, state):
+    if in_kernel(q, k, v, g, beta, state):
         begins = None if first is None or not bool(first.any()) else first
         return _NativeKda.apply(*(wide(x) for x in (q, k, v, g, beta)), begins, wide(state))
     batch, length, heads, _ = q.shape
@@ -62,6 +63,11 @@ def kda(
     out = torch.matmul(q_in, states) + torch.matmul(scores, v_new)
     out = out.view(num_chunks, batch, heads, CHUNK, values).permute(1, 0, 3, 2, 4)
     return out.reshape(batch, num_chunks * CHUNK, heads, values)[:, :length], last.view_as(state)
+
+
+def in_kernel(*inputs: Tensor) -> bool:
+    """Whether `kda` runs in its kernel; their dtypes may differ, each is widened."""
+    return all(has_kernel(x) for x in inputs)
 
 
 class _UnitLowerInverse(torch.autograd.Function):
@@ -228,10 +234,10 @@ class _NativeKda(torch.autograd.Function):
         first = None if first is None else first.contiguous()
         batch, length, heads, key = q.shape
         value = v.shape[-1]
-        require((batch, length, heads, key), k=k, g=g)
-        require((batch, length, heads), v=v[..., 0], beta=beta)
-        require((batch, heads, key, value), state=state)
-        require((batch, length), first=first)
+        require((batch, length, heads, key), torch.float32, q=q, k=k, g=g)
+        require((batch, length, heads), torch.float32, v=v[..., 0], beta=beta)
+        require((batch, heads, key, value), torch.float32, state=state)
+        require((batch, length), torch.bool, first=first)
         out, last = v.new_empty(batch, length, heads, value), torch.empty_like(state)
         states = v_new = None
         if any(ctx.needs_input_grad):
@@ -247,8 +253,8 @@ class _NativeKda(torch.autograd.Function):
     def backward(ctx: Any, d_out: Tensor, d_last: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, g, beta, first, states, v_new = ctx.saved_tensors
         dq, dk, dv, dg, d_beta = (torch.empty(x.shape, dtype=x.dtype) for x in (q, k, v, g, beta))
-        d_state = torch.empty_like(d_last)
         above = (d_out.contiguous(), d_last.contiguous())
+        d_state = torch.empty(d_last.shape)
         call(
             "kda_backward",
             *(q, k, v, g, beta, first, states, v_new, *above, *ctx.sizes, dq, dk, dv, dg, d_beta, d_state),
@@ -261,4 +267,5 @@ def _rows(x: Tensor) -> Tensor:
     batch, length, heads, width = x.shape
     inside = x.stride(-1) == 1 and (heads == 1 or x.stride(2) == width)
     even = batch == 1 or x.stride(0) == length * x.stride(1)
-    return x if inside and even else x.contiguous()
+    # `contiguous` would keep any stride of a dim of size 1
+    return x if inside and even else x.clone(memory_format=torch.contiguous_format)

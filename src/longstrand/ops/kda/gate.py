@@ -28,9 +28,9 @@ def log_decay(
 class _NativeLogDecay(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, raw: Tensor, a_log: Tensor, bias: Tensor, lower_bound: float) -> Tensor:
-        require(tuple(raw.shape[-2:-1]), a_log=a_log)
-        require((raw.shape[-2] * raw.shape[-1],), bias=bias)
         raw, rate, shift = raw.contiguous(), wide(a_log).contiguous(), wide(bias).contiguous()
+        require(tuple(raw.shape[-2:-1]), torch.float32, a_log=rate)
+        require((raw.shape[-2] * raw.shape[-1],), torch.float32, bias=shift)
         g = torch.empty_like(raw, dtype=torch.float32)
         heads, key = raw.shape[-2:]
         ctx.sizes = (raw.numel() // (heads * key), heads, key, float(lower_bound))

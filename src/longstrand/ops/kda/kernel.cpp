@@ -5,7 +5,7 @@
 //     (I + lower) v_new = beta (v - k_in S)                    out = q_in S + scores v_new
 //     S' = diag(decay) S + k_out^T v_new
 // with q_in = q exp(G), k_in = k exp(G), k_out = k exp(G_end - G), decay = exp(G_end). The system is solved by
-// substitution. Exponents are taken relative to the middle of blocks of eight rows, so none exceeds 20 in size.
+// substitution. Exponents are taken relative to the middle of blocks of eight rows, so no positive one exceeds 20.
 #include <cmath>
 #include <vector>
 #include <omp.h>

@@ -17,6 +17,7 @@ from longstrand.ops.native import SUFFIX, call, has_kernel, require
 from longstrand.ops.precision import wide
 
 KERNEL_STREAMS = (1, 2, 3, 4)
+KERNEL_ITERATIONS = 64  # 2 x 64 - 1 passes, of which kernel.cpp keeps the divisors on its stack
 
 
 def mhc_gather(
@@ -31,9 +32,9 @@ def mhc_gather(
 ) -> tuple[Float[Tensor, "T D"], Float[Tensor, "T R"], Float[Tensor, "T R R"]]:
     """The sublayer's input and the weights of `mhc_update`; see `mhc_gather_reference` for the formulas.
 
-    Saved for backward: the streams and about (39 R + 3 M) x T values.
+    Saved for backward: the streams and about (39 R + 3 M) x T values; by the kernel (M + 1) x T.
     """
-    form = _NativeGather if x.shape[1] in KERNEL_STREAMS and has_kernel(x) else _Gather
+    form = _NativeGather if in_kernel(x, streams=x.shape[1], iterations=iterations) else _Gather
     return form.apply(x, fn, base, scale, norm_eps, eps, iterations)
 
 
@@ -44,8 +45,13 @@ def mhc_update(
     comb: Float[Tensor, "T R R"],
 ) -> Float[Tensor, "T R D"]:
     """The streams after a sublayer; see `mhc_update_reference`."""
-    form = _NativeUpdate if x.shape[1] in KERNEL_STREAMS and has_kernel(x, out) else _Update
+    form = _NativeUpdate if in_kernel(x, out, streams=x.shape[1]) else _Update
     return form.apply(x, out, post, comb)
+
+
+def in_kernel(*tensors: Tensor, streams: int, iterations: int = 1) -> bool:
+    """Whether hyper-connections run in their kernel."""
+    return streams in KERNEL_STREAMS and iterations <= KERNEL_ITERATIONS and has_kernel(*tensors)
 
 
 class _Gather(torch.autograd.Function):
@@ -162,9 +168,9 @@ class _NativeGather(torch.autograd.Function):
         x, weights = x.contiguous(), [wide(part).contiguous() for part in (fn, base, scale)]
         length, streams, width = x.shape
         outputs = streams * (2 + streams)
-        require((outputs, streams * width), fn=fn)
-        require((outputs,), base=base)
-        require((3,), scale=scale)
+        require((outputs, streams * width), torch.float32, fn=weights[0])
+        require((outputs,), torch.float32, base=weights[1])
+        require((3,), torch.float32, scale=weights[2])
         h, post = x.new_empty(length, width), x.new_empty(length, streams, dtype=torch.float32)
         comb = x.new_empty(length, streams, streams, dtype=torch.float32)
         saved = comb.new_empty(-(-length // 16), len(base) + 1, 16)
@@ -199,9 +205,9 @@ class _NativeUpdate(torch.autograd.Function):
         post, comb = wide(post).contiguous(), wide(comb).contiguous()
         y = torch.empty_like(x)
         length, streams, width = x.shape
-        require((length, width), out=out)
-        require((length, streams), post=post)
-        require((length, streams, streams), comb=comb)
+        require((length, width), x.dtype, out=out)
+        require((length, streams), torch.float32, post=post)
+        require((length, streams, streams), torch.float32, comb=comb)
         call(f"mhc_update_forward_{SUFFIX[x.dtype]}", x, out, post, comb, streams, length, width, y)
         ctx.save_for_backward(x, out, post, comb)
         return y

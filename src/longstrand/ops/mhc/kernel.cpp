@@ -7,7 +7,7 @@
 namespace {
 
 template <int R> constexpr int OUTPUTS = R * (2 + R);
-constexpr int MAX_PASSES = 127;
+constexpr int MAX_PASSES = 127;  // 2 x KERNEL_ITERATIONS - 1 of fused.py
 
 // Dot products of two rows with G rows of fn.
 template <int G, class S>

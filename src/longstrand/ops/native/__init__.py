@@ -7,7 +7,17 @@ from longstrand.ops.native.library import (
     has_kernel,
     native_state,
     require,
+    require_contiguous,
     use_native,
 )
 
-__all__ = ["SUFFIX", "NativeState", "call", "has_kernel", "native_state", "require", "use_native"]
+__all__ = [
+    "SUFFIX",
+    "NativeState",
+    "call",
+    "has_kernel",
+    "native_state",
+    "require",
+    "require_contiguous",
+    "use_native",
+]

@@ -2,61 +2,121 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import fcntl
 import hashlib
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import tempfile
+import time
 from pathlib import Path
 
 COMPILER = "g++"
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fopenmp", "-fPIC", "-shared")
 OPS = Path(__file__).parent.parent
-CACHE = Path.home() / ".cache" / "longstrand" / "kernels"
+COMPILER_SECONDS = 300
+KEEP_SECONDS = 30 * 24 * 3600  # a library that no process has loaded for so long goes when another is built
 
 
 class CannotBuild(Exception):
     """Why there is no library; the message is for people."""
 
 
-def built_library(cache: Path = CACHE) -> Path:
-    """The library's file, compiled (about 15 s) where the cache has none for these sources on this processor.
+def loaded_library(cache: Path | None = None) -> ctypes.CDLL:
+    """The kernels, ready to be called; a damaged file in the cache is built again once.
 
     Raises:
-        CannotBuild: no compiler, it fails, or the cache cannot be written.
+        CannotBuild: as `built_library`, or what was built cannot be loaded.
+    """
+    cache = cache or _cache_folder()
+    library = built_library(cache)
+    try:
+        return ctypes.CDLL(str(library))
+    except OSError:
+        with contextlib.suppress(OSError):  # of a cache that cannot be written: it fails again below
+            library.unlink()
+    try:
+        return ctypes.CDLL(str(built_library(cache)))
+    except OSError as error:
+        raise CannotBuild(f"the built kernels cannot be loaded: {error}") from error
+
+
+def built_library(cache: Path) -> Path:
+    """The library's file, compiled (about 11 s) where the cache has none for these sources on this processor.
+
+    Raises:
+        CannotBuild: no compiler, it fails or hangs, or the cache cannot be written.
     """
     compiler = shutil.which(COMPILER)
     if compiler is None:
         raise CannotBuild(f"no C++ compiler: {COMPILER} is not on the PATH")
     sources = sorted(OPS.glob("*/*.cpp"))
     library = cache / f"{_fingerprint(compiler, sources)}.so"
-    if library.exists():
-        return library
     try:
-        cache.mkdir(parents=True, exist_ok=True)
-        with open(cache / ".lock", "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # several processes start at once
-            if not library.exists():
-                _compile(compiler, sources, library)
+        if not library.exists():
+            cache.mkdir(parents=True, exist_ok=True)
+            with open(cache / ".lock", "w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)  # several processes start at once
+                if not library.exists():
+                    _compile(compiler, sources, library)
+                    _remove_unused(cache)
     except OSError as error:
         raise CannotBuild(f"{cache} cannot be written: {error.strerror}") from error
+    with contextlib.suppress(OSError):  # of a cache that others fill
+        os.utime(library)
     return library
+
+
+def _cache_folder() -> Path:
+    try:
+        return Path.home() / ".cache" / "longstrand" / "kernels"
+    except RuntimeError:
+        raise CannotBuild("no home folder is known to keep the kernels in") from None
 
 
 def _compile(compiler: str, sources: list[Path], library: Path) -> None:
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         made = Path(folder) / "kernels.so"
-        command = [compiler, *FLAGS, "-o", str(made), *map(str, sources)]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            raise CannotBuild(f"{COMPILER} failed on the kernels: {done.stderr.strip().splitlines()[-1]}")
+        code, said = _run([compiler, *FLAGS, "-o", str(made), *map(str, sources)])
+        if code:
+            errors = [line for line in said.splitlines() if "error" in line] or said.splitlines()
+            reason = errors[0] if errors else f"exit status {code}"
+            raise CannotBuild(f"{COMPILER} failed on the kernels: {reason}")
         os.replace(made, library)
 
 
+def _remove_unused(cache: Path) -> None:
+    for other in cache.glob("*.so"):
+        with contextlib.suppress(FileNotFoundError):
+            if time.time() - other.stat().st_mtime > KEEP_SECONDS:
+                other.unlink()
+
+
+def _run(command: list[str]) -> tuple[int, str]:
+    """Exit status and all output; the compiler's own children end with it when it takes too long."""
+    try:
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        )
+    except OSError as error:
+        raise CannotBuild(f"{COMPILER} cannot be run: {error.strerror}") from error
+    with process:
+        try:
+            said, _ = process.communicate(timeout=COMPILER_SECONDS)
+        except subprocess.TimeoutExpired:
+            raise CannotBuild(f"{COMPILER} did not end within {COMPILER_SECONDS} s") from None
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+    return process.returncode, said.strip()
+
+
 def _fingerprint(compiler: str, sources: list[Path]) -> str:
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout
+    _, version = _run([compiler, "--version"])
     digest = hashlib.sha256("\n".join([version, *FLAGS, platform.machine(), _processor()]).encode())
     for source in [*sources, *sorted(OPS.glob("native/*.h"))]:
         digest.update(source.read_bytes())

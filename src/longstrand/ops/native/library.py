@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from longstrand.errors import UserError
-from longstrand.ops.native.build import CannotBuild, built_library
+from longstrand.ops.native.build import CannotBuild, loaded_library
 
 Choice = Literal["auto", "native", "portable"]
 SUFFIX = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
@@ -45,7 +45,7 @@ def use_native(choice: Choice) -> NativeState:
     if choice == "portable":
         return _state
     try:
-        _library = ctypes.CDLL(str(built_library()))
+        _library = loaded_library()
     except CannotBuild as error:
         if choice == "native":
             raise UserError(
@@ -63,24 +63,41 @@ def native_state() -> NativeState:
 
 
 def has_kernel(*tensors: Tensor) -> bool:
-    """Whether these run in a CPU kernel: kernels in use, all on the CPU, in float32 or bfloat16."""
-    return _library is not None and all(t.device.type == "cpu" and t.dtype in SUFFIX for t in tensors)
+    """Whether these run in a CPU kernel: kernels in use, all on the CPU, all float32 or all bfloat16."""
+    first = tensors[0].dtype
+    return (
+        _library is not None
+        and first in SUFFIX
+        and all(t.dtype == first and t.device.type == "cpu" for t in tensors)
+    )
 
 
-def require(shape: tuple[int, ...], **tensors: Tensor | None) -> None:
-    """A kernel reads what it is told to: raises ValueError where a tensor has another shape."""
+def require(shape: tuple[int, ...], dtype: torch.dtype, **tensors: Tensor | None) -> None:
+    """A kernel reads what it is told to: raises ValueError where a tensor has another shape or dtype."""
     for name, tensor in tensors.items():
-        if tensor is not None and tuple(tensor.shape) != shape:
+        if tensor is None:
+            continue
+        if tuple(tensor.shape) != shape:
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}, must be {shape}")
+        if tensor.dtype != dtype:
+            raise ValueError(f"{name} is {tensor.dtype}, must be {dtype}")
+
+
+def require_contiguous(**tensors: Tensor | None) -> None:
+    """For what a kernel writes in place, or is too large to copy: raises ValueError."""
+    for name, tensor in tensors.items():
+        if tensor is not None and not tensor.is_contiguous():
+            raise ValueError(f"{name} has strides {tensor.stride()}, must be contiguous")
 
 
 def call(name: str, *arguments: Tensor | float | int | None) -> None:
-    """Runs a kernel on the intra-op threads of torch (they share one OpenMP runtime).
+    """Runs a kernel on as many threads as torch has, whichever OpenMP runtime torch brought along.
 
     Args:
         name: the function; whole numbers go in as int64, other numbers as float32, None as a null pointer.
     """
     assert _library is not None, "use_native comes first"
+    _library.set_kernel_threads(ctypes.c_int64(torch.get_num_threads()))
     getattr(_library, name)(*map(_argument, arguments))
 
 

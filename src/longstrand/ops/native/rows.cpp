@@ -105,7 +105,7 @@ template <class S> void swiglu_backward(const S* both, const S* dy, int64_t rows
     }
 }
 
-// g = bound sigmoid(exp(a[head]) (raw + bias)); `raw` rows are `stride` apart.
+// g = bound sigmoid(exp(a[head]) (raw + bias)).
 template <class S>
 void log_decay_forward(const S* raw, const float* a, const float* bias, int64_t rows, int64_t heads, int64_t key,
                        float bound, float* g) {
@@ -186,3 +186,6 @@ void log_decay_backward(const S* raw, const float* a, const float* bias, const f
   }
 EXPORT(float, float32)
 EXPORT(bfloat16, bfloat16)
+
+extern "C" void set_kernel_threads(int64_t threads) { omp_set_num_threads((int)threads); }
+extern "C" int64_t kernel_threads() { return omp_get_max_threads(); }

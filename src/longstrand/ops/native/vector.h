@@ -13,6 +13,13 @@ struct bfloat16 { uint16_t bits; };
 
 constexpr int64_t LANES = 16;
 
+// A constant choice among the lanes of a, then of b; g++ has __builtin_shufflevector only since version 12.
+#ifdef __clang__
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (IntLanes){__VA_ARGS__})
+#endif
+
 static inline int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline int64_t padded(int64_t n) { return (n + LANES - 1) / LANES * LANES; }
 static inline Lanes splat(float x) { return x - (Lanes){}; }
@@ -59,12 +66,9 @@ static inline void in_register(Lanes& v) {
 #define OWN_REGISTERS __attribute__((noinline))
 
 static inline float sum(Lanes v) {
-  typedef float Eight __attribute__((vector_size(32)));
-  typedef float Four __attribute__((vector_size(16)));
-  Eight a = __builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7) +
-            __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15);
-  Four b = __builtin_shufflevector(a, a, 0, 1, 2, 3) + __builtin_shufflevector(a, a, 4, 5, 6, 7);
-  return (b[0] + b[2]) + (b[1] + b[3]);
+  v += SHUFFLE(v, v, 8, 9, 10, 11, 12, 13, 14, 15, 8, 9, 10, 11, 12, 13, 14, 15);
+  v += SHUFFLE(v, v, 4, 5, 6, 7, 4, 5, 6, 7, 4, 5, 6, 7, 4, 5, 6, 7);
+  return (v[0] + v[2]) + (v[1] + v[3]);
 }
 
 static inline Lanes larger(Lanes a, Lanes b) { return a > b ? a : b; }
@@ -97,29 +101,39 @@ static inline void transpose(const float* in, int64_t stride_in, float* out, int
   for (int i = 0; i < 16; i++) a[i] = load(in + i * stride_in);
 #pragma GCC unroll 16
   for (int i = 0; i < 16; i += 2) {
-    b[i] = __builtin_shufflevector(a[i], a[i + 1], 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30);
-    b[i + 1] = __builtin_shufflevector(a[i], a[i + 1], 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
+    b[i] = SHUFFLE(a[i], a[i + 1], 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30);
+    b[i + 1] = SHUFFLE(a[i], a[i + 1], 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
   }
 #pragma GCC unroll 16
   for (int i = 0; i < 16; i++) {
     if (i & 2) continue;
-    a[i] = __builtin_shufflevector(b[i], b[i + 2], 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29);
-    a[i + 2] = __builtin_shufflevector(b[i], b[i + 2], 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+    a[i] = SHUFFLE(b[i], b[i + 2], 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29);
+    a[i + 2] = SHUFFLE(b[i], b[i + 2], 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
   }
 #pragma GCC unroll 16
   for (int i = 0; i < 16; i++) {
     if (i & 4) continue;
-    b[i] = __builtin_shufflevector(a[i], a[i + 4], 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27);
-    b[i + 4] = __builtin_shufflevector(a[i], a[i + 4], 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31);
+    b[i] = SHUFFLE(a[i], a[i + 4], 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27);
+    b[i + 4] = SHUFFLE(a[i], a[i + 4], 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31);
   }
 #pragma GCC unroll 16
   for (int i = 0; i < 16; i++) {
     if (i & 8) continue;
-    a[i] = __builtin_shufflevector(b[i], b[i + 8], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23);
-    a[i + 8] = __builtin_shufflevector(b[i], b[i + 8], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+    a[i] = SHUFFLE(b[i], b[i + 8], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23);
+    a[i + 8] = SHUFFLE(b[i], b[i + 8], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
   }
 #pragma GCC unroll 16
   for (int i = 0; i < 16; i++) store(out + i * stride_out, a[i]);
+}
+
+// out[c][i] = value c of row i, for 16 rows of any type that lie anywhere; zero beyond the width, up to a whole vector.
+template <class Row> static inline void columns_of(Row row, int64_t width, float* out) {
+  for (int64_t c = 0; c < width; c += LANES) {
+    alignas(64) float rows[LANES * LANES];
+#pragma GCC unroll 16
+    for (int64_t i = 0; i < LANES; i++) store(rows + i * LANES, load(row(i) + c, width - c));
+    transpose(rows, LANES, out + c * LANES, LANES);
+  }
 }
 
 // C[m, n] = alpha A B + beta C for small matrices in cache; m is a multiple of 8, n of 16.

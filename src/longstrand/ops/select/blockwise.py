@@ -7,7 +7,8 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from longstrand.ops.native import call, has_kernel, require
+from longstrand.ops.native import SUFFIX, call, has_kernel, require
+from longstrand.ops.precision import wide
 from longstrand.ops.select.reference import UNUSED
 
 ROW_BLOCK = 256
@@ -42,17 +43,21 @@ def select_pools(
 ) -> Int[Tensor, "T I"]:
     """The visible pools with the highest scores, ties to the lowest id, ids ascending, -1 where there are fewer.
 
-    Equal to `select_pools_reference` for every block size. Pools that no row of a block can see are skipped; while no
-    row sees more than `num_selected`, nothing is scored.
+    Equal to `select_pools_reference` for every block size, a NaN score counting as minus infinity. Pools that no row of
+    a block can see are skipped; while no row sees more than `num_selected`, nothing is scored.
 
     Args:
-        q, weights, keys: float32 or wider.
+        q, weights: float32 or wider.
         first_pool, num_visible: row t sees the pools [first_pool[t], first_pool[t] + num_visible[t]).
 
-    Transients: ROW_BLOCK x POOL_BLOCK x 3 values.
+    Transients: ROW_BLOCK x POOL_BLOCK x 3 values; the kernel's are a float32 copy of q, and per thread 1024 keys and
+    8 x num_selected values for each of up to 128 rows.
+
+    Raises:
+        ValueError: from the kernel, where a row sees pools that there are no keys for.
     """
     chosen = torch.empty(len(q), num_selected, dtype=torch.int32, device=q.device)
-    if has_kernel(q, weights, keys):
+    if in_kernel(q, weights, keys):
         _select_in_kernel(q, weights, keys, first_pool, num_visible, chosen)
         return chosen
     for start in range(0, len(q), ROW_BLOCK):
@@ -63,26 +68,28 @@ def select_pools(
     return chosen
 
 
+def in_kernel(*inputs: Tensor) -> bool:
+    """Whether `select_pools` runs in its kernel; the keys may be bfloat16 where the queries are float32."""
+    return all(has_kernel(x) for x in inputs)
+
+
 def _select_in_kernel(
     q: Tensor, weights: Tensor, keys: Tensor, first_pool: Tensor, num_visible: Tensor, chosen: Tensor
 ) -> None:
-    """Scores never leave the registers; see kernel.cpp. Transients: a float32 copy of the visible keys."""
-    require(tuple(q.shape[:2]), weights=weights)
-    require(tuple(q.shape[:1]), first_pool=first_pool, num_visible=num_visible)
-    require((len(keys), q.shape[2]), keys=keys)
-    begin, end = int(first_pool.min()), int((first_pool + num_visible).max())
-    seen = keys[begin:end].float().contiguous()
-    packed = torch.empty(-(-len(seen) // 32) * 32, keys.shape[1])  # the inner loop takes 32 pools
-    call("select_pack_keys", seen, len(seen), keys.shape[1], packed)
-    packed[-(-len(seen) // 16) * 16 :] = 0
-    spare = (0, 0) * (q.dim() - 1) + (0, 3)  # the inner loop takes four rows
-    scaled = F.pad(q.float() * q.shape[-1] ** -0.5, spare)
-    weights = F.pad(weights.float(), spare[2:])
-    first_pool, num_visible = first_pool.contiguous(), num_visible.contiguous()
+    """Scores never leave the registers, and each thread packs a block of keys at a time; see kernel.cpp."""
+    first_pool, num_visible = first_pool.long().contiguous(), num_visible.long().contiguous()
+    keys = keys if keys.stride(1) == 1 else keys.contiguous()
+    require(tuple(q.shape[:2]), weights.dtype, weights=weights)
+    require(tuple(q.shape[:1]), torch.int64, first_pool=first_pool, num_visible=num_visible)
+    require((len(keys), q.shape[2]), keys.dtype, keys=keys)
+    if int((first_pool + num_visible).max()) > len(keys) or int(first_pool.min()) < 0:
+        raise ValueError(f"a row sees pools beyond the {len(keys)} that there are")
+    spare = (0, 0, 0, 3)  # the inner loop takes four rows
+    scaled = F.pad(wide(q) * q.shape[-1] ** -0.5, (0, 0, *spare))
     call(
-        "select_pools",
-        *(scaled, weights, packed, first_pool, num_visible),
-        *(*q.shape, chosen.shape[1], begin, end, chosen),
+        f"select_pools_{SUFFIX[keys.dtype]}",
+        *(scaled, F.pad(wide(weights), spare), keys, first_pool, num_visible),
+        *(*q.shape, chosen.shape[1], len(keys), keys.stride(0), chosen),
     )
 
 
@@ -99,6 +106,7 @@ def _select_rows(
     for block in range(begin, end, POOL_BLOCK):
         ids = torch.arange(block, min(block + POOL_BLOCK, end), device=q.device)
         scores = pool_scores(q, weights, keys[block : block + len(ids)].to(q.dtype))
+        scores.nan_to_num_(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
         scores.masked_fill_(unseen(ids, first_pool, num_visible), -torch.inf)
         scores = torch.cat([best_scores, scores], dim=-1)  # ids stay ascending from left to right
         all_ids = torch.cat([best_ids, ids.expand(len(q), -1)], dim=-1)
@@ -106,7 +114,26 @@ def _select_rows(
         best_scores, best_ids = scores.gather(-1, position), all_ids.gather(-1, position)
         order = torch.where(best_scores == -torch.inf, end, best_ids).argsort(dim=-1)
         best_scores, best_ids = best_scores.gather(-1, order), best_ids.gather(-1, order)
-    return best_ids.masked_fill(best_scores == -torch.inf, UNUSED).int()
+    best_ids.masked_fill_(best_scores == -torch.inf, UNUSED)
+    return _fill(best_ids, first_pool, num_visible.clamp(max=num_selected)).int()
+
+
+def _fill(ids: Tensor, first_pool: Tensor, wanted: Tensor) -> Tensor:
+    """Rows with fewer pools than wanted [T] above minus infinity take the lowest others that they see."""
+    rows = ((ids != UNUSED).sum(-1) < wanted).nonzero()[:, 0]
+    if len(rows):
+        some, first, count = ids[rows], first_pool[rows, None], ids.shape[1]
+        lowest = first + torch.arange(count, device=ids.device)
+        unused = some == UNUSED
+        offsets = torch.where(unused, count, some - first).clamp(max=count)
+        free = torch.ones(len(rows), count + 1, dtype=torch.bool, device=ids.device)
+        free = free.scatter_(1, offsets, False)[:, :count]
+        free &= free.cumsum(-1) <= wanted[rows, None] - (~unused).sum(-1, keepdim=True)
+        last = torch.iinfo(ids.dtype).max  # sorts unused slots to the end
+        joined = torch.cat([some.masked_fill(unused, last), lowest.masked_fill(~free, last)], dim=-1)
+        joined = joined.sort(dim=-1).values[:, :count]
+        ids[rows] = joined.masked_fill(joined == last, UNUSED)
+    return ids
 
 
 def _top_positions(scores: Tensor, count: int) -> Tensor:

@@ -20,8 +20,8 @@ def select_own_pools(
 ) -> Int[Tensor, "B I"]:
     """The best of each row's first `num_visible` keys: ties to the lowest id, ids ascending, then -1.
 
-    `select_pools_reference` row by row is the definition; ids count from each row's own first key. While no row sees
-    more than `num_selected`, nothing is scored.
+    `select_pools_reference` row by row is the definition, a NaN score counting as minus infinity; ids count from each
+    row's own first key. While no row sees more than `num_selected`, nothing is scored.
 
     Args:
         q, weights: float32 or wider.
@@ -34,10 +34,11 @@ def select_own_pools(
         return ids.masked_fill(ids >= num_visible[:, None], UNUSED)
     scores = _scores(q * q.shape[-1] ** -0.5, weights, keys[:, :most])
     hidden = torch.arange(most, device=q.device) >= num_visible[:, None]
-    scores.masked_fill_(hidden, -torch.inf)
+    scores.nan_to_num_(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+    scores.masked_fill_(hidden, -torch.inf)  # behind the visible ones, which come first among equals
     cut = scores.topk(num_selected, dim=-1, sorted=False).values.amin(dim=-1, keepdim=True)
     above = scores > cut
-    equal = ~above & ~(scores < cut)  # all of them where the cut is NaN, so that the row keeps its shape
+    equal = scores == cut
     wanted = num_selected - above.sum(dim=-1, keepdim=True)
     if bool((equal.sum(dim=-1, keepdim=True) > wanted).any()):
         equal &= equal.cumsum(dim=-1) <= wanted

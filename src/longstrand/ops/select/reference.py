@@ -28,8 +28,12 @@ def select_pools_reference(
     num_visible: Int[Tensor, "T"],
     num_selected: int,
 ) -> Int[Tensor, "T I"]:
-    """The `num_selected` visible pools with the highest scores, ties to the lowest id, ids ascending, then -1."""
+    """The `num_selected` visible pools with the highest scores, ties to the lowest id, ids ascending, then -1.
+
+    A NaN score counts as minus infinity.
+    """
     scores = pool_scores_reference(q, weights, keys)
+    scores = scores.where(~scores.isnan(), -torch.inf)
     rows = []
     for t in range(len(q)):
         visible = range(int(first_pool[t]), int(first_pool[t] + num_visible[t]))

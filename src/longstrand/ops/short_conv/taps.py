@@ -77,12 +77,12 @@ class _NativeConv(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, tail: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
         even = x.stride(2) == 1 and (len(x) == 1 or x.stride(0) == x.shape[1] * x.stride(1))
-        x, tail = x if even else x.contiguous(), tail.contiguous()
+        x, tail = x if even else x.clone(memory_format=torch.contiguous_format), tail.contiguous()
+        taps, offsets = wide(weight).contiguous(), offsets.long().contiguous()
         batch, length, channels = x.shape
-        require((batch, weight.shape[1] - 1, channels), tail=tail)
-        require((channels,), weight=weight[:, 0])
-        require((length,), offsets=offsets)
-        taps, offsets = wide(weight).contiguous(), offsets.contiguous()
+        require((batch, taps.shape[1] - 1, channels), x.dtype, tail=tail)
+        require((channels,), torch.float32, weight=taps[:, 0])
+        require((length,), torch.int64, offsets=offsets)
         out = torch.empty(x.shape, dtype=x.dtype)
         ctx.sizes, ctx.dtype = (*x.shape, taps.shape[1], x.stride(1)), weight.dtype
         call(f"short_conv_forward_{SUFFIX[x.dtype]}", x, tail, taps, offsets, *ctx.sizes, out)

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from longstrand.ops.native import SUFFIX, call, has_kernel, require
+from longstrand.ops.native import SUFFIX, call, has_kernel, require, require_contiguous
 from longstrand.ops.precision import wide, wide_dtype
 
 GATHER_BYTES = 4 << 20
@@ -37,7 +37,8 @@ def sparse_attention(
         slots: row of each query's own token in `latents`.
 
     Returns: outputs, and the probability mass of each selected pool summed over heads (no gradient).
-    Transients: 2 x GATHER_BYTES and a few blocks of scores.
+    Transients: 2 x GATHER_BYTES and a few blocks of scores; the kernel's are 2 H ((I + 1) kpool + L) values for each of
+    64 tokens.
     """
     form = _NativeSparseAttention if has_kernel(q, latents) else _SparseAttention
     return form.apply(q, latents, d_latents, pools, slots, kpool, scale)
@@ -128,9 +129,13 @@ class _NativeSparseAttention(torch.autograd.Function):
         kpool: int,
         scale: float,
     ) -> tuple[Tensor, Tensor]:
-        q, pools, slots = q.contiguous(), pools.int().contiguous(), slots.contiguous()
-        require(tuple(q.shape[:1]), slots=slots, pools=pools[:, 0])
-        require((latents.shape[0] // kpool * kpool, q.shape[2]), latents=latents, d_latents=d_latents)
+        q, pools, slots = q.contiguous(), pools.int().contiguous(), slots.long().contiguous()
+        require(tuple(q.shape[:1]), torch.int64, slots=slots)
+        require(tuple(q.shape[:1]), torch.int32, pools=pools[:, 0])
+        whole_pools = (latents.shape[0] // kpool * kpool, q.shape[2])
+        require(whole_pools, q.dtype, latents=latents)
+        require(whole_pools, torch.float32, d_latents=d_latents)
+        require_contiguous(latents=latents, d_latents=d_latents)
         out, mass = torch.empty_like(q), q.new_empty(pools.shape, dtype=torch.float32)
         ctx.sizes = (*q.shape, pools.shape[1], kpool, float(scale))
         call(f"sparse_attention_forward_{SUFFIX[q.dtype]}", q, latents, pools, slots, *ctx.sizes, out, mass)

@@ -54,11 +54,7 @@ void score(const Sizes& s, const Seen& seen, const S* latents, const float* a, f
            float* columns) {
   int64_t W = padded(s.width), N = s.rows();
   for (int64_t n = 0; n < seen.padded_count; n += LANES) {
-    for (int64_t c = 0; c < W; c += LANES) {
-      alignas(64) float rows[LANES * LANES];
-      for (int64_t i = 0; i < LANES; i++) store(rows + i * LANES, load(latents + seen.row[n + i] * s.width + c, s.width - c));
-      transpose(rows, LANES, columns + c * LANES, LANES);
-    }
+    columns_of([&](int64_t i) { return latents + seen.row[n + i] * s.width; }, s.width, columns);
     score_heads(columns, W, a, s.heads, to_a + n, N);
     if (b) score_heads(columns, W, b, s.heads, to_b + n, N);
   }
