@@ -199,4 +199,4 @@ def test_an_empty_tile_size_is_refused():
     from longstrand.bench._small_models import model, pack
 
     with pytest.raises((ValueError, RuntimeError)):
-        model("K").token_logprobs(pack((3,)), tile=0)
+        model("K").token_logprobs(pack((3,)), levers=Levers(tile=0))

@@ -215,7 +215,7 @@ def test_two_open_passes_have_files_of_their_own(tmp_path):
     wanted = []
     for given in packs:
         trained.zero_grad(set_to_none=True)
-        trained.token_logprobs(given, tile=4).sum().backward()
+        trained.token_logprobs(given, levers=Levers(tile=4)).sum().backward()
         wanted.append({name: p.grad for name, p in trained.named_parameters() if p.grad is not None})
     both = [passes(trained, tmp_path, given) for given in packs]
     assert len([*tmp_path.iterdir()]) == 2

@@ -20,6 +20,7 @@ from longstrand.architecture import DSA, KDA, Architecture
 from longstrand.bench.figures import show
 from longstrand.config import TrainSection
 from longstrand.data.pack import Pack
+from longstrand.memory import Levers
 from longstrand.memory.levers import streams_at_once
 from longstrand.model import load_model
 from longstrand.peak_memory import SOURCE, PeakMemory, resident_bytes
@@ -116,10 +117,10 @@ def measure_step(length: int, tile: int) -> dict[str, Any]:
     short, long = (
         Pack.from_documents([torch.randint(256, (size,), generator=generator)]) for size in (tile, length)
     )
-    take_step(model, [short], optimizer, settings, step=1, tile=tile)
+    take_step(model, [short], optimizer, settings, step=1, levers=Levers(tile=tile))
     with PeakMemory() as memory:
         before = memory.take()
-        result = take_step(model, [long], optimizer, settings, step=2, tile=tile)
+        result = take_step(model, [long], optimizer, settings, step=2, levers=Levers(tile=tile))
         peak = memory.take()
     return {
         "tokens": length,

@@ -21,6 +21,7 @@ from longstrand.errors import UserError
 from longstrand.generate.prompts import LetterCodec, Prompt, TextCodec, read_prompts
 from longstrand.generate.rollout import Generated, generate
 from longstrand.generate.sampling import Sampling
+from longstrand.memory import Levers
 from longstrand.ops.native import use_native
 from longstrand.trained import Trained, load_trained
 from longstrand.wording import count, number, percent
@@ -35,7 +36,7 @@ class Request:
     Attributes:
         letters: what may be drawn where a token is a letter; None: ACGT.
         tokenizer: of a model folder; None: letters.
-        tile: None: the run's, or 1,024.
+        tile: None: the run's, or that of `Levers`.
     """
 
     files: Sequence[Path] = ()
@@ -74,7 +75,7 @@ def run_generation(target: Path, request: Request) -> str:
     sampling = _sampling(trained, request, codec)
     tile = request.tile
     if tile is None:
-        tile = trained.recipe.memory.tile if trained.recipe is not None else 1024
+        tile = trained.recipe.memory.tile if trained.recipe is not None else Levers.tile
     with _watching(len(prompts) * request.num_samples * request.max_new_tokens) as work:
         found = generate(
             trained.model,

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from longstrand.errors import CheckFailed, UserError
 from longstrand.generate.sampling import Sampling, generator_for
+from longstrand.memory import Levers
 from longstrand.model import Model
 from longstrand.model.decode import Decoding, Prefix, prefill
 
@@ -44,11 +45,11 @@ def generate(
     model: Model,
     prompts: Sequence[Int[Tensor, "T"]],
     max_new_tokens: int,
-    sampling: Sampling = Sampling(),  # noqa: B008 (frozen)
+    sampling: Sampling = Sampling(),
     *,
     num_samples: int = 1,
     batch: int = 64,
-    tile: int = 1024,
+    tile: int = Levers.tile,
     watch: Watch | None = None,
 ) -> list[Generated]:
     """Continues each prompt `num_samples` times.

@@ -39,7 +39,7 @@ class Prefix:
 
 
 @torch.no_grad()
-def prefill(model: Model, prompt: Int[Tensor, "T"], tile: int = 1024) -> Prefix:
+def prefill(model: Model, prompt: Int[Tensor, "T"], tile: int) -> Prefix:
     """Runs a prompt of at least one token through the model, tile by tile; the tile changes speed and memory only."""
     device = model.norm.weight.device
     layout = PackLayout(torch.tensor([0, len(prompt)]), model.architecture.index_kpool, device)

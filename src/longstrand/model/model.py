@@ -60,15 +60,15 @@ class Model(nn.Module):
         return rms_norm(mean, self.norm.weight, self.architecture.rms_norm_eps)
 
     def hidden(
-        self, pack: Pack, tile: int = 1024, side: SideLosses | None = None, levers: Levers | None = None
+        self, pack: Pack, levers: Levers = Levers(), side: SideLosses | None = None
     ) -> Float[Tensor, "T D"]:
         """The last hidden state, after the final norm, of every token of the pack."""
-        mean = self._scan(pack, levers or Levers(tile), side or SideLosses(), None)
+        mean = self._scan(pack, levers, side or SideLosses(), None)
         scale = self.norm.weight.detach() if _warms_up(side) else self.norm.weight
         return rms_norm(mean, scale, self.architecture.rms_norm_eps)
 
     def token_logprobs(
-        self, pack: Pack, tile: int = 1024, side: SideLosses | None = None, levers: Levers | None = None
+        self, pack: Pack, levers: Levers = Levers(), side: SideLosses | None = None
     ) -> Float[Tensor, "T"]:
         """Natural-log probability of each target given its document so far; 0 where there is no target.
 
@@ -77,9 +77,8 @@ class Model(nn.Module):
 
         Args:
             pack: documents in a row; they never see each other.
-            tile: tokens computed at once; transients grow with it, carries shrink with it.
+            levers: what bounds memory, such as the number of tokens computed at once.
             side: side losses and counts of this pass; see `SideLosses`.
-            levers: what bounds memory, the tile among it; replaces `tile`.
 
         Returns:
             float32, or float64 for a float64 model.
@@ -89,7 +88,7 @@ class Model(nn.Module):
         if _warms_up(side):
             scale, head = scale.detach(), head.detach()
         end = LogprobEnd(scale, head, pack.targets.to(head.device), self.architecture.rms_norm_eps)
-        return self._scan(pack, levers or Levers(tile), side or SideLosses(), end)
+        return self._scan(pack, levers, side or SideLosses(), end)
 
     def _scan(self, pack: Pack, levers: Levers, side: SideLosses, end: ScanEnd | None) -> Tensor:
         largest = max(int(pack.tokens.max()), int(pack.targets.max()))
