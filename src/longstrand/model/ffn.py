@@ -8,7 +8,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from longstrand.architecture import Architecture
-from longstrand.memory.scan import Choices, SideLosses
+from longstrand.memory.protocol import Choices, SideLosses
 from longstrand.model.linear import Linear
 from longstrand.ops.experts import experts
 from longstrand.ops.precision import wide
