@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from longstrand.errors import UserError
-from longstrand.memory.host import HostSlots
+from longstrand.memory.host import CudaCopies, HostSlots, host_block
 from longstrand.memory.levers import Levers, streams_at_once
 from longstrand.memory.protocol import ScanLayer
 from longstrand.memory.slots import Demand, SlottedStreams
@@ -48,14 +48,15 @@ def open_streams(levers: Levers, demand: Demand, like: Tensor) -> Streams:
 
     Raises:
         UserError: the device's memory is the host's.
-        RunFailed: the spool cannot be made.
+        RunFailed: the spool cannot be made, or the host memory not be pinned.
     """
     if levers.offload == "disk":
         assert levers.spool is not None
         return SlottedStreams(Spool(Path(levers.spool), demand.num_bytes, like.device), demand)
     if levers.offload == "host":
         require_other_memory("offload", like.device)
-        return SlottedStreams(HostSlots(demand.num_bytes, like.device), demand)
+        block = host_block(demand.num_bytes)
+        return SlottedStreams(HostSlots(block, CudaCopies(block, like.device)), demand)
     return DeviceStreams(demand.num_tokens, like)
 
 
