@@ -19,7 +19,7 @@ from longstrand.data.letters import LetterPolicy
 from longstrand.data.tokens import TextTokenizer, letter_ids
 from longstrand.errors import UserError
 from longstrand.generate.prompts import LetterCodec, Prompt, TextCodec, read_prompts
-from longstrand.generate.rollout import Generated, generate
+from longstrand.generate.rollout import BATCH, Generated, generate
 from longstrand.generate.sampling import Sampling
 from longstrand.memory import Levers
 from longstrand.ops.native import use_native
@@ -46,7 +46,7 @@ class Request:
     sampling: Sampling = field(default_factory=Sampling)
     letters: str | None = None
     tokenizer: str | None = None
-    batch: int = 32
+    batch: int = BATCH
     tile: int | None = None
     out: Path | None = None
     with_prompt: bool = False
