@@ -174,11 +174,13 @@ def _wide_copy(parameter: Tensor, device: torch.device | None) -> Tensor:
 @contextmanager
 def _cpu_threads(number: int | None) -> Iterator[None]:
     before = torch.get_num_threads()
-    torch.set_num_threads(number or before)
+    if number is not None:
+        torch.set_num_threads(number)
     try:
         yield
     finally:
-        torch.set_num_threads(before)
+        if number is not None:
+            torch.set_num_threads(before)
 
 
 def _decays(name: str, parameter: Tensor) -> bool:
