@@ -251,7 +251,9 @@ def test_a_pass_that_is_never_walked_back_leaves_nothing(tmp_path):
     assert len([*tmp_path.iterdir()]) == 1
     del logprobs
     deadline = time.monotonic() + 30
-    while [*tmp_path.iterdir()] and time.monotonic() < deadline:  # a write under way holds its file until it is done
+    while [
+        *tmp_path.iterdir()
+    ] and time.monotonic() < deadline:  # a write under way holds its file until it is done
         time.sleep(0.01)
     assert [*tmp_path.iterdir()] == [] and open_files() == files
 
