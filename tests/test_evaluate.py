@@ -16,6 +16,7 @@ from longstrand import buckets
 from longstrand.data import Pack
 from longstrand.errors import CheckFailed, UserError
 from longstrand.evaluate import append_series, by_position, compare, default_edges, evaluate_series
+from longstrand.memory import Levers
 from longstrand.series import read_series, sums_from
 
 
@@ -25,7 +26,7 @@ class Fake:
     def __init__(self, skill: float = 0.0, past: int = 0, poison: int | None = None) -> None:
         self.skill, self.past, self.poison = skill, past, poison
 
-    def token_logprobs(self, pack: Pack, tile: int = 1024) -> torch.Tensor:
+    def token_logprobs(self, pack: Pack, levers: Levers) -> torch.Tensor:
         context = pack.offsets + 1
         nats = nats_of(pack.targets, context) * torch.where(context >= self.past, 1 - self.skill, 1.0)
         if self.poison is not None:

@@ -22,6 +22,7 @@ from longstrand.config import Source
 from longstrand.data import Data, Pack, open_data, open_evaluation
 from longstrand.data.pack import NO_TARGET
 from longstrand.errors import CheckFailed, UserError
+from longstrand.memory import Levers
 from longstrand.peak_memory import PeakMemory
 from longstrand.series import Series, append_series, series_from
 from longstrand.trained import Trained, load_trained
@@ -41,7 +42,7 @@ __all__ = [
 class ScoresTokens(Protocol):
     """What evaluation needs of a model."""
 
-    def token_logprobs(self, pack: Pack, tile: int = 1024) -> Tensor:
+    def token_logprobs(self, pack: Pack, levers: Levers) -> Tensor:
         """Natural log-probability of each target of the pack, [T]."""
         ...
 
@@ -171,7 +172,7 @@ def _target_nats(model: ScoresTokens, pack: Pack, tile: int, documents_before: i
     if bool((pack.weight < 0).any()):
         raise UserError("evaluation: a target has a negative weight; weights must be 0 or above")
     with torch.no_grad():
-        logprobs = model.token_logprobs(pack, tile=tile).detach().to("cpu", torch.float64)
+        logprobs = model.token_logprobs(pack, levers=Levers(tile=tile)).detach().to("cpu", torch.float64)
     bad = ~torch.isfinite(logprobs) & (pack.targets != NO_TARGET)
     if bool(bad.any()):
         first = int(bad.nonzero()[0])

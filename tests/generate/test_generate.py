@@ -7,6 +7,7 @@ from longstrand.bench._small_models import documents, model
 from longstrand.data import Pack
 from longstrand.errors import CheckFailed, UserError
 from longstrand.generate import Sampling, generate
+from longstrand.memory import Levers
 
 LENGTHS = (1, 3, 4, 13, 16, 33)
 GREEDY = Sampling(temperature=0)
@@ -22,7 +23,7 @@ def next_logprobs(trained, tokens):
     vocabulary = trained.architecture.vocab_size
     given = Pack.from_documents([torch.cat([tokens, torch.tensor([w])]) for w in range(vocabulary)])
     with torch.no_grad():
-        return trained.token_logprobs(given, tile=1000)[given.starts[1:] - 2]
+        return trained.token_logprobs(given, levers=Levers(tile=1000))[given.starts[1:] - 2]
 
 
 def test_greedy_decoding_is_the_argmax_of_repeated_full_forwards(trained):

@@ -13,12 +13,12 @@ from longstrand.model import load_model
 TILE = 128
 
 
-def peak_bytes(trained, length, indexer="frozen", tile=TILE, vocabulary=256, levers=None):
+def peak_bytes(trained, length, indexer="frozen", vocabulary=256, levers=Levers(TILE)):
     """Largest number of bytes alive at once in tensors that a forward and a walk back made."""
     given = Pack.from_documents(documents((length,), vocabulary=vocabulary))
     side = SideLosses(indexer=indexer, indexer_scale=1e-3)
     with LiveTensors() as live:
-        trained.token_logprobs(given, tile=tile, side=side, levers=levers).sum().backward()
+        trained.token_logprobs(given, levers, side).sum().backward()
     trained.zero_grad(set_to_none=True)
     return live.peak
 
@@ -46,7 +46,7 @@ def test_what_a_border_between_tiles_costs_is_its_carries(kinds):
     """Halving the tile doubles the borders; each keeps a state and J - 1 tokens per KDA layer."""
     trained = model(kinds, dtype=torch.float32, vocab_size=19)
     length = 256
-    wide, narrow = (peak_bytes(trained, length, tile=tile, vocabulary=19) for tile in (64, 32))
+    wide, narrow = (peak_bytes(trained, length, vocabulary=19, levers=Levers(tile)) for tile in (64, 32))
     carry = (2 * 8 * 8 + 3 * 3 * 2 * 8) * 4 * len(kinds)
     assert narrow - wide <= 1.5 * carry * (length // 32 - length // 64)
 

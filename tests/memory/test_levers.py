@@ -4,11 +4,12 @@ from functools import cache
 
 import pytest
 import torch
+from copies import LastMinute, PlainCopies
 
 from longstrand.bench._small_models import MODES, documents, losses, model, train_only
 from longstrand.data.pack import Pack
 from longstrand.memory import Levers, scan
-from longstrand.memory.host import HostSlots, PlainCopies
+from longstrand.memory.host import HostSlots, host_block
 from longstrand.memory.levers import kept_inputs, streams_at_once
 from longstrand.memory.slots import WRITES, SlottedStreams
 from longstrand.memory.streams import DeviceStreams
@@ -95,7 +96,7 @@ def in_host_memory(monkeypatch):
 
     def use(copies):
         def open_streams(levers, demand, like):
-            opened.append(HostSlots(demand.num_bytes, like.device, copies))
+            opened.append(HostSlots(host_block(demand.num_bytes), copies))
             return SlottedStreams(opened[-1], demand)
 
         monkeypatch.setattr(scan, "open_streams", open_streams)
@@ -110,42 +111,9 @@ def test_streams_in_host_slots_are_what_they_are_on_the_device(mode, in_host_mem
     assert_same(outcome(trained_in(mode), mode, Levers(TILE)), without_levers(mode))
 
 
-class LastMinute:
-    """Copies as late as allowed (a slot gets its bytes once someone waits for it), or loads as early as asked."""
-
-    def __init__(self, late_loads):
-        self.late_loads, self.under_way, self.most = late_loads, [], 0
-
-    def out(self, value, slot):
-        kept = value.clone()
-        transfer = Later(lambda: slot.copy_(kept), self.under_way)
-        self.most = max(self.most, len(self.under_way))
-        return transfer
-
-    def back(self, slot):
-        if self.late_loads:
-            return Later(slot.clone, [])
-        loaded = slot.clone()
-        return Later(lambda: loaded, [])
-
-    def close(self):
-        pass
-
-
-class Later:
-    def __init__(self, act, under_way):
-        self.act, self.under_way = act, under_way
-        under_way.append(self)
-
-    def result(self):
-        if self in self.under_way:
-            self.under_way.remove(self)
-        return self.act()
-
-
 @pytest.mark.parametrize("late_loads", [False, True])
 @pytest.mark.parametrize("keep_every", [1, 2])
-def test_no_slot_is_read_before_it_is_written_however_late_the_copies_are(
+def test_no_slot_is_read_early_and_no_tile_on_its_way_is_written_to_however_late_the_copies_are(
     late_loads, keep_every, in_host_memory
 ):
     copies = LastMinute(late_loads)

@@ -43,13 +43,9 @@ class Leaky:
             carry = self.a * carry + row
         return torch.stack(y), carry
 
-    def forward_tile(self, x, tile, carry, choices, side):
-        self.calls.append(("forward", tile.start, tile.stop))
+    def forward_tile(self, x, tile, carry, choices, side, *, choose):
+        self.calls.append(("forward" if choose else "again", tile.start, tile.stop))
         assert not torch.is_grad_enabled()
-        return self.rows(x, tile.offsets, carry)
-
-    def repeat_tile(self, x, tile, carry, choices, side):
-        self.calls.append(("again", tile.start, tile.stop))
         return self.rows(x, tile.offsets, carry)
 
     def keep(self, carry):
@@ -61,17 +57,13 @@ class Leaky:
     def open(self, carry):
         return None
 
-    def record_tile(self, x, tile, carry, choices, opened, side):
-        self.calls.append(("forward", tile.start, tile.stop))
-        return self.with_graph(x.data, tile, carry)
+    def entering(self, kept, opened):
+        return kept[0]
 
-    def recompute_tile(self, x, tile, kept, choices, opened, side):
-        self.calls.append(("back", tile.start, tile.stop))
-        return self.with_graph(x, tile, *kept)
-
-    def with_graph(self, x, tile, carry):
+    def tile_graph(self, x, tile, carry, choices, opened, side, *, choose):
+        self.calls.append(("forward" if choose else "back", tile.start, tile.stop))
         with torch.enable_grad():
-            x, carry = x.detach().requires_grad_(), carry.detach().requires_grad_()
+            x, carry = x.data.requires_grad_(), carry.detach().requires_grad_()
             y, after = self.rows(x, tile.offsets, carry)
 
         def back(dy, d_carry):
@@ -106,7 +98,7 @@ def scanned(setting, tile):
     embedding, tokens, layers, starts, _ = setting
     layout = PackLayout(torch.tensor(starts), 4, torch.device("cpu"))
     levers = Levers(tile)
-    return scan_layers(embedding, tokens, layers, layout, streams=STREAMS, levers=levers, side=SideLosses())
+    return scan_layers(embedding, tokens, layers, layout, hc_mult=STREAMS, levers=levers, side=SideLosses())
 
 
 def gradients(setting):
@@ -173,8 +165,8 @@ class Counting(Leaky):
 
     alive, most = (), 0
 
-    def forward_tile(self, *arguments):
-        y, carry = super().forward_tile(*arguments)
+    def forward_tile(self, *arguments, **options):
+        y, carry = super().forward_tile(*arguments, **options)
         self.alive = [ref for ref in (*self.alive, weakref.ref(carry)) if ref() is not None]
         self.most = max(self.most, len(self.alive))
         return y, carry
@@ -199,4 +191,4 @@ def test_an_empty_tile_size_is_refused():
     from longstrand.bench._small_models import model, pack
 
     with pytest.raises((ValueError, RuntimeError)):
-        model("K").token_logprobs(pack((3,)), tile=0)
+        model("K").token_logprobs(pack((3,)), levers=Levers(tile=0))

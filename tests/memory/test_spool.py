@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -91,7 +92,7 @@ def test_a_killed_process_leaves_a_spool_that_the_next_one_finds_and_a_living_on
         freed = remove_stale_spools(tmp_path)
     assert freed == 3 * MIB
     assert [record.getMessage() for record in caplog.records] == [
-        f"{tmp_path}: removed 1 spools of killed runs and freed 3,145,728 bytes"
+        f"{tmp_path}: removed 1 spool of killed runs and freed 3,145,728 bytes"
     ]
     assert [*tmp_path.iterdir()] == [ours.path]
     ours.close()
@@ -105,6 +106,49 @@ def test_opening_a_spool_removes_stale_ones_first_so_that_their_room_counts(tmp_
     spool = Spool(tmp_path, MIB, CPU)
     assert [*tmp_path.iterdir()] == [spool.path] != [theirs]
     spool.close()
+
+
+@pytest.mark.parametrize("code", [errno.ENOLCK, errno.EOPNOTSUPP])
+def test_a_file_system_that_locks_nothing_is_refused_and_nothing_of_the_try_is_left(
+    code, tmp_path, monkeypatch
+):
+    def refuse(file, operation):
+        raise OSError(code, os.strerror(code))
+
+    files = open_files()
+    monkeypatch.setattr(spools.fcntl, "flock", refuse)
+    with pytest.raises(RunFailed, match=f"cannot be made there .{os.strerror(code)}.; set memory.spool"):
+        Spool(tmp_path, MIB, CPU)
+    assert [*tmp_path.iterdir()] == [] and open_files() == files
+
+
+def test_a_file_that_cannot_be_removed_is_closed_all_the_same(tmp_path, monkeypatch):
+    files, spool = open_files(), Spool(tmp_path, MIB, CPU)
+
+    def refuse(path, missing_ok=False):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    with pytest.raises(PermissionError):
+        spool.close()
+    assert open_files() == files
+
+
+def test_the_file_is_allocated_without_direct_io_and_then_read_and_written_with_it(tmp_path, monkeypatch):
+    plain, flags = os.posix_fallocate, {}
+
+    def allocate(file, offset, num_bytes):
+        flags["allocating"] = spools.fcntl.fcntl(file, spools.fcntl.F_GETFL)
+        flags["file"] = file
+        plain(file, offset, num_bytes)
+
+    monkeypatch.setattr(os, "posix_fallocate", allocate)
+    spool = Spool(tmp_path, MIB, CPU)
+    after = spools.fcntl.fcntl(flags["file"], spools.fcntl.F_GETFL)
+    spool.close()
+    if not after & os.O_DIRECT:
+        pytest.skip("this file system refuses direct I/O")
+    assert not flags["allocating"] & os.O_DIRECT
 
 
 def test_without_room_nothing_is_written_and_the_error_names_both_numbers(tmp_path):
@@ -206,6 +250,11 @@ def test_a_pass_that_is_never_walked_back_leaves_nothing(tmp_path):
     logprobs = passes(trained, tmp_path)
     assert len([*tmp_path.iterdir()]) == 1
     del logprobs
+    deadline = time.monotonic() + 30
+    while [
+        *tmp_path.iterdir()
+    ] and time.monotonic() < deadline:  # a write under way holds its file until it is done
+        time.sleep(0.01)
     assert [*tmp_path.iterdir()] == [] and open_files() == files
 
 
@@ -215,7 +264,7 @@ def test_two_open_passes_have_files_of_their_own(tmp_path):
     wanted = []
     for given in packs:
         trained.zero_grad(set_to_none=True)
-        trained.token_logprobs(given, tile=4).sum().backward()
+        trained.token_logprobs(given, levers=Levers(tile=4)).sum().backward()
         wanted.append({name: p.grad for name, p in trained.named_parameters() if p.grad is not None})
     both = [passes(trained, tmp_path, given) for given in packs]
     assert len([*tmp_path.iterdir()]) == 2

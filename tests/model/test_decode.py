@@ -5,6 +5,7 @@ import torch
 
 from longstrand.bench._small_models import documents, model
 from longstrand.data import Pack
+from longstrand.memory import Levers
 from longstrand.model.decode import Decoding, prefill
 from longstrand.ops.native import use_native
 
@@ -28,7 +29,9 @@ def full_forward(trained, prompts, continuations):
     with torch.no_grad():
         return torch.stack(
             [
-                trained.token_logprobs(Pack.from_documents([torch.cat([a, b])]), tile=1000)[len(a) - 1 : -1]
+                trained.token_logprobs(Pack.from_documents([torch.cat([a, b])]), levers=Levers(tile=1000))[
+                    len(a) - 1 : -1
+                ]
                 for a, b in zip(prompts, continuations, strict=True)
             ]
         )
@@ -77,7 +80,7 @@ def test_other_pool_sizes(kpool):
 def test_sequences_that_end_leave_the_others_as_they_were():
     trained = model("KDDK")
     prompts, continuations = sequences()
-    decoding = Decoding(trained, [prefill(trained, prompt) for prompt in prompts], room=2)
+    decoding = Decoding(trained, [prefill(trained, prompt, 16) for prompt in prompts], room=2)
     tokens, kept = torch.stack(continuations), torch.tensor([1, 4, 7, 13])
     for step in range(NEW - 1):
         decoding.append(tokens[:, step])
@@ -92,7 +95,7 @@ def test_sequences_that_end_leave_the_others_as_they_were():
 def test_copies_of_one_prompt_go_their_own_ways():
     trained = model("KDDK")
     prompt, continuations = documents((22,), seed=8)[0], documents((NEW,) * 3, seed=9)
-    prefix = prefill(trained, prompt)
+    prefix = prefill(trained, prompt, 16)
     for _ in range(2):  # what one decoding writes does not reach the prefix
         decoding = Decoding(trained, [prefix] * 3)
         for token in torch.stack(continuations).T[:-1]:

@@ -8,7 +8,7 @@ import torch
 
 from longstrand.bench._small_models import documents, gradients, largest_difference, model, train_only
 from longstrand.data.pack import Pack
-from longstrand.memory import SideLosses
+from longstrand.memory import Levers, SideLosses
 from longstrand.model.ffn import Router
 
 LENGTHS = (30, 3, 17)
@@ -84,12 +84,12 @@ def test_tokens_after_a_position_never_change_it(length, scores):
             value.data.mul_({"random": 1.0, "equal": 0.0, "negative": -50.0}[scores])
     (tokens,) = documents((length,))
     with torch.no_grad():
-        before = trained.hidden(Pack.from_documents([tokens]), tile=6)
+        before = trained.hidden(Pack.from_documents([tokens]), levers=Levers(tile=6))
         assert before.isfinite().all()
         for position in {0, length // 2, length - 1}:
             other = tokens.clone()
             other[position:] = (other[position:] + 1) % 19
-            after = trained.hidden(Pack.from_documents([other]), tile=6)
+            after = trained.hidden(Pack.from_documents([other]), levers=Levers(tile=6))
             assert torch.allclose(before[:position], after[:position], rtol=0, atol=1e-12)
             assert not torch.allclose(before[position], after[position], atol=1e-3)
 
@@ -142,7 +142,7 @@ def test_a_run_of_one_letter_trains_in_float32_as_in_float64(period):
 def test_autograd_grad_of_a_layers_parameter_is_refused():
     """The scan hands gradients to parameters itself; asking autograd for them must not give zeros."""
     trained, given = model("KD"), Pack.from_documents(documents((9,)))
-    loss = trained.token_logprobs(given, tile=4).sum()
+    loss = trained.token_logprobs(given, levers=Levers(tile=4)).sum()
     with pytest.raises(RuntimeError, match="not have been used in the graph"):
         torch.autograd.grad(loss, trained.get_parameter("layers.0.self_attn.q_proj.weight"))
 
@@ -191,10 +191,10 @@ def test_an_upstream_gradient_may_be_any_view(view):
         "own": row.expand(size).contiguous(),
     }[view]
     kept = upstream.clone()
-    trained.hidden(given, tile=9).backward(upstream)
+    trained.hidden(given, levers=Levers(tile=9)).backward(upstream)
     found = {name: p.grad for name, p in trained.named_parameters() if p.grad is not None}
     trained.zero_grad(set_to_none=True)
-    (trained.hidden(given, tile=9) * row).sum().backward()
+    (trained.hidden(given, levers=Levers(tile=9)) * row).sum().backward()
     assert torch.equal(upstream, kept)
     assert all(torch.equal(found[name], trained.get_parameter(name).grad) for name in found)
 
@@ -204,7 +204,7 @@ def test_two_passes_may_be_open_at_once_and_walked_back_in_any_order():
     trained = model("KDDK")
     packs = [Pack.from_documents(documents(LENGTHS, seed)) for seed in (1, 2)]
     wanted = [gradients(trained, given, 9, weight=torch.ones(len(given)))[1] for given in packs]
-    open_passes = [trained.token_logprobs(given, tile=9) for given in packs]
+    open_passes = [trained.token_logprobs(given, levers=Levers(tile=9)) for given in packs]
     for logprobs in open_passes:
         logprobs.sum().backward()
     for name in wanted[0]:
@@ -214,7 +214,7 @@ def test_two_passes_may_be_open_at_once_and_walked_back_in_any_order():
 
 def test_a_second_walk_back_is_refused():
     trained, given = model("KD"), Pack.from_documents(documents((9,)))
-    loss = trained.token_logprobs(given, tile=4).sum()
+    loss = trained.token_logprobs(given, levers=Levers(tile=4)).sum()
     loss.backward(retain_graph=True)
     with pytest.raises((RuntimeError, KeyError)):
         loss.backward()
@@ -255,7 +255,7 @@ def test_gradients_of_several_packs_add_up():
     trained, each = model("KDK"), documents((9, 4, 1, 12))
     together = gradients(trained, Pack.from_documents(each), 5, weight=torch.ones(26))[1]
     for document in each:
-        trained.token_logprobs(Pack.from_documents([document]), tile=5).sum().backward()
+        trained.token_logprobs(Pack.from_documents([document]), levers=Levers(tile=5)).sum().backward()
     for name, grad in together.items():
         assert torch.allclose(trained.get_parameter(name).grad, grad, rtol=1e-11, atol=1e-11), name
 

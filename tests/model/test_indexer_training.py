@@ -18,7 +18,7 @@ from longstrand.bench._small_models import (
     upstream,
 )
 from longstrand.data.pack import Pack
-from longstrand.memory import SideLosses
+from longstrand.memory import Levers, SideLosses
 
 INDEXER = {
     f"layers.1.self_attn.indexer.{name}"
@@ -120,7 +120,7 @@ def test_gradients_are_those_of_finite_differences_through_the_whole_model():
 
     def kl():
         side = SideLosses(indexer="warmup", indexer_scale=1.0)
-        trained.token_logprobs(given, tile=19, side=side).sum().backward()
+        trained.token_logprobs(given, levers=Levers(tile=19), side=side).sum().backward()
         return side.indexer_kl
 
     side = SideLosses(indexer="warmup", indexer_scale=1.0)

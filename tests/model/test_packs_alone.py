@@ -6,6 +6,7 @@ import torch
 from longstrand.bench._small_models import LENGTHS, MODES, documents, model
 from longstrand.bench.tiles import KINDS, LIMIT, PACKS, alone_error
 from longstrand.data.pack import Pack
+from longstrand.memory import Levers
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -32,7 +33,7 @@ def test_the_oracle_runs_each_document_alone_and_agrees():
     weights = dict(ours.named_parameters()) | dict(ours.named_buffers())
     theirs = Oracle(ours.architecture, weights).run(each)
     with torch.no_grad():
-        found = ours.token_logprobs(Pack.from_documents(each), tile=50)
+        found = ours.token_logprobs(Pack.from_documents(each), levers=Levers(tile=50))
     assert torch.allclose(found, theirs.logprobs, rtol=0, atol=1e-9)
 
 
@@ -47,7 +48,7 @@ def test_changing_one_document_leaves_every_other_as_it_was(changed):
     after = [d if i != changed else (d + 1) % 19 for i, d in enumerate(before)]
     packs = [Pack.from_documents(each) for each in (before, after)]
     with torch.no_grad():
-        first, second = (ours.hidden(given, tile=33) for given in packs)
+        first, second = (ours.hidden(given, levers=Levers(tile=33)) for given in packs)
     start, stop = packs[0].starts[changed : changed + 2].tolist()
     own = torch.zeros(len(first), dtype=torch.bool)
     own[start:stop] = True

@@ -8,7 +8,7 @@ import torch
 
 from longstrand.bench._small_models import documents, gradients, largest_difference, losses, model
 from longstrand.data.pack import Pack
-from longstrand.memory import SideLosses
+from longstrand.memory import Levers, SideLosses
 
 
 def test_experts_are_counted_once_per_step_in_the_first_pass():
@@ -18,7 +18,7 @@ def test_experts_are_counted_once_per_step_in_the_first_pass():
     gradients(trained, given, 7, side)
     with torch.no_grad():
         only_forward = SideLosses()
-        trained.token_logprobs(given, tile=7, side=only_forward)
+        trained.token_logprobs(given, levers=Levers(tile=7), side=only_forward)
     assert set(side.expert_counts) == {1, 2, 3}  # layer 0 is dense
     for layer, counts in side.expert_counts.items():
         assert int(counts.sum()) == 41 * 2
@@ -31,7 +31,7 @@ def test_evaluation_counts_nowhere():
     gradients(trained, given, 7, side)
     before = {layer: counts.clone() for layer, counts in side.expert_counts.items()}
     with torch.no_grad():
-        trained.token_logprobs(given, tile=7)
+        trained.token_logprobs(given, levers=Levers(tile=7))
     assert all(torch.equal(before[layer], counts) for layer, counts in side.expert_counts.items())
 
 
@@ -76,7 +76,7 @@ def test_the_auxiliary_gradient_is_the_same_in_one_pack_and_in_four():
     for document in each:
         part = SideLosses(aux_scale=side.aux_scale)
         trained.zero_grad(set_to_none=True)
-        logprobs = trained.token_logprobs(Pack.from_documents([document]), tile=64, side=part)
+        logprobs = trained.token_logprobs(Pack.from_documents([document]), levers=Levers(tile=64), side=part)
         part.expert_counts = side.expert_counts
         (logprobs * 0).sum().backward()
         aux += part.aux

@@ -14,7 +14,7 @@ from longstrand.bench._small_models import (
 )
 from longstrand.bench.tiles import KINDS, LIMIT, TILES, bfloat16_errors, tile_error
 from longstrand.data.pack import Pack
-from longstrand.memory import SideLosses
+from longstrand.memory import Levers, SideLosses
 
 FEW = (1, 2, 3, 9, 5)
 
@@ -62,7 +62,7 @@ def test_the_choice_of_a_tile_is_made_by_its_own_rows():
     for tile in (5, 1000):
         side = SideLosses()
         with torch.no_grad():
-            trained.token_logprobs(given, tile=tile, side=side)
+            trained.token_logprobs(given, levers=Levers(tile=tile), side=side)
         counts.append(side.expert_counts)
     assert all(torch.equal(counts[0][layer], counts[1][layer]) for layer in counts[1])
 

@@ -8,6 +8,7 @@ import torch
 
 from longstrand.bench._small_models import model
 from longstrand.data import Pack
+from longstrand.memory import Levers
 
 
 def test_a_token_or_target_beyond_the_vocabulary_is_refused() -> None:
@@ -22,7 +23,7 @@ def test_a_token_or_target_beyond_the_vocabulary_is_refused() -> None:
 
 def test_a_second_walk_back_says_that_a_pass_goes_back_once() -> None:
     small = model("K")
-    total = small.token_logprobs(Pack.from_documents([torch.arange(9)]), tile=4).sum()
+    total = small.token_logprobs(Pack.from_documents([torch.arange(9)]), levers=Levers(tile=4)).sum()
     total.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="a pass goes back once"):
         total.backward()

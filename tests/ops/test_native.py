@@ -210,9 +210,10 @@ def test_the_number_of_threads_changes_nothing_but_the_order_of_sums():
         "import sys, torch; sys.path.insert(0, sys.argv[2]); torch.set_num_threads(int(sys.argv[1]));"
         "from longstrand.ops import native; native.use_native('native');"
         "from longstrand.model import load_model; from longstrand.data.pack import Pack;"
-        "from longstrand.bench.memory import toy; model = load_model(toy(), seed=0);"
+        "from longstrand.memory import Levers; from longstrand.bench.memory import toy;"
+        "model = load_model(toy(), seed=0);"
         "pack = Pack.from_documents([torch.arange(150) % 256, torch.arange(77) % 7]);"
-        "loss = model.token_logprobs(pack, tile=64).sum(); loss.backward();"
+        "loss = model.token_logprobs(pack, Levers(tile=64)).sum(); loss.backward();"
         "print(repr(float(loss)), repr(sum(float(p.grad.double().abs().sum()) for p in model.parameters()"
         " if p.grad is not None)))"
     )

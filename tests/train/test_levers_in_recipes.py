@@ -90,7 +90,7 @@ def test_the_spool_of_a_killed_run_is_removed_when_it_is_resumed(plain, tmp_path
     stale.write_bytes(b"x" * 8192)
     with caplog.at_level(logging.WARNING):
         train(recipe, resume=True)
-    assert "removed 1 spools of killed runs and freed 8,192 bytes" in caplog.text
+    assert "removed 1 spool of killed runs and freed 8,192 bytes" in caplog.text
     assert spools(tmp_path) == []
 
 

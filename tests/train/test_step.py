@@ -9,6 +9,7 @@ from torch import nn
 
 from longstrand.data import Pack
 from longstrand.errors import CheckFailed
+from longstrand.memory import Levers
 from longstrand.model import Model
 from longstrand.train.step import move_router_bias, take_step
 
@@ -22,7 +23,7 @@ class Table(Model):
         self.cost = nn.Parameter(torch.tensor(costs))
         self.power = power
 
-    def token_logprobs(self, pack, tile=1024, side=None, levers=None):
+    def token_logprobs(self, pack, levers=None, side=None):
         return torch.where(pack.targets >= 0, -(self.cost[pack.targets.clamp(min=0)] ** self.power), 0.0)
 
     def groups(self):
@@ -36,7 +37,7 @@ class Gradient(Table):
         super().__init__([0.0] * len(gradient))
         self.gradient = gradient
 
-    def token_logprobs(self, pack, tile=1024, side=None, levers=None):
+    def token_logprobs(self, pack, levers=None, side=None):
         return -(self.cost @ self.gradient).expand(len(pack))
 
 
@@ -52,7 +53,7 @@ def _masked():
 def _step(model, some_packs, train=None, step=1):
     train = train or settings()
     optimizer = optimizer_of(model, train)
-    return take_step(model, some_packs, optimizer, train, step=step, tile=16), optimizer
+    return take_step(model, some_packs, optimizer, train, step=step, levers=Levers(tile=16)), optimizer
 
 
 @pytest.mark.parametrize("split", ["one pack", "two packs", "with a part without targets"])
@@ -128,7 +129,7 @@ def test_a_frozen_indexer_is_bit_equal_after_two_steps_with_weight_decay():
     before = weights(model)
     optimizer = optimizer_of(model, train)
     for step in (1, 2):
-        take_step(model, packs(40, seed=step), optimizer, train, step=step, tile=16)
+        take_step(model, packs(40, seed=step), optimizer, train, step=step, levers=Levers(tile=16))
     for name, tensor in model.state_dict().items():
         still = ".indexer." in name or name.endswith("e_score_correction_bias")
         assert torch.equal(tensor, before[name]) == still, name
@@ -179,8 +180,8 @@ def test_bias_balance_follows_the_counts_of_the_whole_step_in_every_layer():
     counted = []
     plain = Model.token_logprobs
 
-    def counting(self, pack, tile=1024, side=None, levers=None):
-        out = plain(self, pack, tile, side, levers)
+    def counting(self, pack, levers=None, side=None):
+        out = plain(self, pack, levers, side)
         counted.append({layer: count.clone() for layer, count in side.expert_counts.items()})
         return out
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from longstrand.architecture import Architecture
 from longstrand.data.pack import Pack
+from longstrand.memory import Levers
 from longstrand.model import Model, SideLosses, load_model
 
 Mode = Literal["frozen", "sparse", "warmup"]
@@ -103,7 +104,7 @@ def gradients(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Log-probabilities, and every parameter's gradient of their weighted sum (random weights) and the side losses."""
     trained.zero_grad(set_to_none=True)
-    logprobs = trained.token_logprobs(given, tile=tile, side=side)
+    logprobs = trained.token_logprobs(given, levers=Levers(tile=tile), side=side)
     weight = upstream(len(given)) if weight is None else weight
     (logprobs * weight.to(logprobs.dtype)).sum().backward()
     found = {name: p.grad for name, p in trained.named_parameters() if p.grad is not None}

@@ -15,19 +15,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import longstrand.model.block
 import longstrand.model.dsa
+import longstrand.model.dsa_layer
 import longstrand.model.ffn
 import longstrand.model.indexer
 import longstrand.model.kda
+import longstrand.model.kda_layer
+import longstrand.model.layer
 import longstrand.model.model
 import longstrand.ops.experts.grouped
 from longstrand.architecture import Architecture
 from longstrand.memory.tiles import PackLayout, Tile
-from longstrand.model.block import DsaLayer, KdaLayer
 from longstrand.model.ffn import Router
 from longstrand.model.indexer import Indexer
 from longstrand.model.kda import Kda
+from longstrand.model.layer import Layer
 from longstrand.ops.select import select_pools_reference
 
 Context = AbstractContextManager[Any]
@@ -94,24 +96,23 @@ def comb_transposed(wrong: bool) -> Context:
     def update(x: Tensor, out: Tensor, post: Tensor, comb: Tensor) -> Tensor:
         return post.unsqueeze(-1) * out.unsqueeze(1) + (comb if wrong else comb.mT) @ x
 
-    return patch.object(longstrand.model.block, "mhc_update", update)
+    context = ExitStack()
+    for module in (longstrand.model.layer, longstrand.model.kda_layer, longstrand.model.dsa_layer):
+        context.enter_context(patch.object(module, "mhc_update", update))
+    return context
 
 
 def stream_head(wrong: bool) -> Context:
     """The mean of the streams, or a weighted one."""
     share = torch.tensor([0.4, 0.3, 0.2, 0.1] if wrong else [0.25] * 4, dtype=torch.float64)
 
-    def weigh(own: Callable[..., tuple[Tensor, Any]]) -> Callable[..., tuple[Tensor, Any]]:
-        def forward_tile(self: Any, *args: Any) -> tuple[Tensor, Any]:
-            y, carry = own(self, *args)
-            return (y * 4 * share[:, None] if hasattr(self, "is_last") else y), carry
+    own = Layer.forward_tile
 
-        return forward_tile
+    def forward_tile(self: Any, *args: Any, **options: Any) -> tuple[Tensor, Any]:
+        y, carry = own(self, *args, **options)
+        return (y * 4 * share[:, None] if hasattr(self, "is_last") else y), carry
 
-    context = ExitStack()
-    for layer in (KdaLayer, DsaLayer):
-        context.enter_context(patch.object(layer, "forward_tile", weigh(layer.forward_tile)))
-    return context
+    return patch.object(Layer, "forward_tile", forward_tile)
 
 
 def crossing_pools(wrong: bool) -> Context:
@@ -317,7 +318,7 @@ def _mhc(
             comb = comb / (comb.sum(first_dim if i % 2 == 0 else -3 - first_dim, keepdim=True) + eps)
         return ((pre.sigmoid() + eps).unsqueeze(-1) * x).sum(1), 2 * post.sigmoid(), comb
 
-    return patch.object(longstrand.model.block, "mhc_gather", gather)
+    return patch.object(longstrand.model.layer, "mhc_gather", gather)
 
 
 def _attention(visible: Callable[[list[int], int, int], list[int]]) -> Context:

@@ -24,6 +24,7 @@ from longstrand.bench._small_models import architecture, documents, model
 from longstrand.bench.figures import show
 from longstrand.bench.oracle import Oracle
 from longstrand.data.pack import Pack
+from longstrand.memory import Levers
 from longstrand.model import Model, load_model
 
 Patch = Callable[[bool], AbstractContextManager[Any]]
@@ -69,7 +70,7 @@ def difference(name: str, form: Form) -> float:
             ):  # a config read wrongly has other tensors
                 value.copy_(weights[key])
         ours.layers[-1].is_last = True  # type: ignore[assignment]  # read by `_wrong.stream_head`
-        found = ours.token_logprobs(given, tile=clause.tile).double()
+        found = ours.token_logprobs(given, levers=Levers(tile=clause.tile)).double()
     largest = float((found - truth).abs().max())
     return largest if found.isfinite().all() else float("inf")
 

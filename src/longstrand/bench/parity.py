@@ -20,6 +20,7 @@ from longstrand.architecture import Architecture
 from longstrand.bench.drawn import draw_architecture, draw_documents, draw_weights, lengths
 from longstrand.bench.oracle import Answer, Oracle, Widened
 from longstrand.data.pack import Pack
+from longstrand.memory import Levers
 from longstrand.model import Model, load_model, save_model
 
 NUM_CASES = 16
@@ -82,10 +83,12 @@ def compare(
     loss = _random_loss(pack, model.architecture.hidden_size, seed)
     model.zero_grad(set_to_none=True)
     with torch.no_grad(), recorded_pools(model) as pools:
-        hidden = model.hidden(pack, tile=tile)
+        hidden = model.hidden(pack, levers=Levers(tile=tile))
     has_targets = bool((pack.targets >= 0).any())
-    logprobs = model.token_logprobs(pack, tile=tile) if has_targets else hidden.new_zeros(len(pack))
-    loss(hidden if has_targets else model.hidden(pack, tile=tile), logprobs).backward()
+    logprobs = (
+        model.token_logprobs(pack, levers=Levers(tile=tile)) if has_targets else hidden.new_zeros(len(pack))
+    )
+    loss(hidden if has_targets else model.hidden(pack, levers=Levers(tile=tile)), logprobs).backward()
     ours = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     chosen = {layer: _token_ids(found, pack, model.architecture) for layer, found in pools.items()}
     free = hidden.dtype == torch.float64

@@ -25,7 +25,7 @@ from longstrand.bench._small_models import (
 )
 from longstrand.bench.figures import show
 from longstrand.data.pack import Pack
-from longstrand.memory import SideLosses
+from longstrand.memory import Levers, SideLosses
 from longstrand.model import Model
 
 LIMIT = 1e-10
@@ -148,7 +148,9 @@ def _one(
     trained: Model, document: Tensor, side: SideLosses, weight: Tensor, counts: dict[int, Tensor]
 ) -> tuple[Tensor, dict[str, Tensor]]:
     trained.zero_grad(set_to_none=True)
-    logprobs = trained.token_logprobs(Pack.from_documents([document]), tile=len(document), side=side)
+    logprobs = trained.token_logprobs(
+        Pack.from_documents([document]), levers=Levers(tile=len(document)), side=side
+    )
     side.expert_counts = counts
     (logprobs * weight).sum().backward()
     return logprobs.detach(), {n: p.grad for n, p in trained.named_parameters() if p.grad is not None}

@@ -140,7 +140,9 @@ def generate(  # noqa: PLR0913 (the options of a command)
     tokenizer: Annotated[
         str | None, typer.Option(help="Of a model folder of text: a tokenizer.json or its folder.")
     ] = None,
-    batch: Annotated[int, typer.Option(help="Sequences that grow together; memory grows with it.")] = 32,
+    batch: Annotated[
+        int | None, typer.Option(help="Sequences that grow together, by default 32; memory grows with it.")
+    ] = None,
     tile: Annotated[
         int | None, typer.Option(help="Tokens of a prompt computed at once; by default the run's, or 1024.")
     ] = None,
@@ -152,22 +154,23 @@ def generate(  # noqa: PLR0913 (the options of a command)
     tokens = _tokens("--max-new-tokens", max_new_tokens, least=1)
     from longstrand.generate import Sampling
     from longstrand.generate.command import Request, run_generation
+    from longstrand.generate.rollout import BATCH
     from longstrand.train.signals import Stopped
 
     sampling = Sampling(temperature, top_k, top_p, seed)
     drawn = letters if letters is None else letters.upper()
     request = Request(
-        files or (),
-        prompt or (),
-        tokens,
-        num_samples,
-        sampling,
-        drawn,
-        tokenizer,
-        batch,
-        tile,
-        out,
-        with_prompt,
+        files=files or (),
+        texts=prompt or (),
+        max_new_tokens=tokens,
+        num_samples=num_samples,
+        sampling=sampling,
+        letters=drawn,
+        tokenizer=tokenizer,
+        batch=BATCH if batch is None else batch,
+        tile=tile,
+        out=out,
+        with_prompt=with_prompt,
     )
     try:
         text = run_generation(target, request)

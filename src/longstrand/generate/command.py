@@ -18,7 +18,7 @@ from longstrand.data.letters import LetterPolicy
 from longstrand.data.tokens import TextTokenizer, letter_ids
 from longstrand.errors import UserError
 from longstrand.generate.prompts import LetterCodec, Prompt, TextCodec, read_prompts
-from longstrand.generate.rollout import Generated, generate
+from longstrand.generate.rollout import BATCH, Generated, generate
 from longstrand.generate.sampling import Sampling
 from longstrand.trained import Trained, load_trained
 from longstrand.wording import count, number, percent
@@ -33,7 +33,7 @@ class Request:
     Attributes:
         letters: what may be drawn where a token is a letter; None: ACGT.
         tokenizer: of a model folder; None: letters.
-        tile: None: the run's, or 1,024.
+        tile: None: the run's, or that of `Levers`.
     """
 
     files: Sequence[Path] = ()
@@ -43,7 +43,7 @@ class Request:
     sampling: Sampling = field(default_factory=Sampling)
     letters: str | None = None
     tokenizer: str | None = None
-    batch: int = 32
+    batch: int = BATCH
     tile: int | None = None
     out: Path | None = None
     with_prompt: bool = False

@@ -14,8 +14,12 @@ from torch import Tensor
 
 from longstrand.errors import CheckFailed, UserError
 from longstrand.generate.sampling import Sampling, generator_for
+from longstrand.memory import Levers
 from longstrand.model import Model
 from longstrand.model.decode import Decoding, Prefix, prefill
+
+BATCH = 32
+"""Sequences that grow together unless told otherwise."""
 
 Watch = Callable[[str, int], None]
 """Told what was done: ("prompt" or "new", tokens)."""
@@ -44,11 +48,11 @@ def generate(
     model: Model,
     prompts: Sequence[Int[Tensor, "T"]],
     max_new_tokens: int,
-    sampling: Sampling = Sampling(),  # noqa: B008 (frozen)
+    sampling: Sampling = Sampling(),
     *,
     num_samples: int = 1,
-    batch: int = 64,
-    tile: int = 1024,
+    batch: int = BATCH,
+    tile: int = Levers.tile,
     watch: Watch | None = None,
 ) -> list[Generated]:
     """Continues each prompt `num_samples` times.
@@ -67,9 +71,8 @@ def generate(
         UserError: a prompt that is empty or has a token beyond the vocabulary, or a count below 1.
         CheckFailed: a log-probability that is not finite.
     """
-    _check(
-        model, prompts, sampling, {"max_new_tokens": max_new_tokens, "num_samples": num_samples}, batch, tile
-    )
+    counts = {"max_new_tokens": max_new_tokens, "num_samples": num_samples, "batch": batch, "tile": tile}
+    _check(model, prompts, sampling, counts)
     places = [_Place(p, s) for p in range(len(prompts)) for s in range(num_samples)]
     longest_first = iter(sorted(places, key=lambda place: -len(prompts[place.prompt])))
     found: dict[_Place, _Growing] = {}
@@ -174,10 +177,8 @@ def _check(
     prompts: Sequence[Tensor],
     sampling: Sampling,
     counts: dict[str, int],
-    batch: int,
-    tile: int,
 ) -> None:
-    for name, value in {**counts, "batch": batch, "tile": tile}.items():
+    for name, value in counts.items():
         if value < 1:
             raise UserError(f"{name} = {value}: must be at least 1")
     vocabulary = model.architecture.vocab_size

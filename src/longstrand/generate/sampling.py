@@ -60,9 +60,8 @@ class Sampling:
         if self.temperature == 0:
             return logprobs.argmax(dim=-1)
         values, order = logprobs.double(), None
-        values = (
-            values - values.amax(dim=-1, keepdim=True)
-        ) / self.temperature  # 0 at the largest: none overflows
+        # 0 at the largest: none overflows.
+        values = (values - values.amax(dim=-1, keepdim=True)) / self.temperature
         if self.top_k is not None and self.top_k < values.shape[1]:
             values, order = values.topk(self.top_k, dim=-1)
         elif self.top_p < 1:

@@ -3,8 +3,8 @@
 The framework's pinned allocator rounds to powers of two (2.25 GiB become 4). Here the block has the bytes of its
 slots, is registered with the device once, and is given back when the pass ends.
 
-Which slot moves when is decided in `slots.py` and tested on a CPU with `PlainCopies`. `CudaCopies` has not been run:
-no GPU was at hand.
+Which slot moves when is decided in `slots.py` and tested on a CPU with copies that are as late or as early as allowed.
+`CudaCopies` has not been run: no GPU was at hand.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import mmap
 import weakref
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ class Copies(Protocol):
     """Copies between a device and slots of host memory."""
 
     def out(self, value: Tensor, slot: Tensor) -> Transfer:
-        """Begins device -> slot."""
+        """Begins device -> slot; `value` is not written to from here on, and may be dropped at once."""
 
     def back(self, slot: Tensor) -> Transfer:
         """Begins slot -> fresh device memory."""
@@ -36,13 +36,21 @@ class Copies(Protocol):
         """Waits for all copies."""
 
 
-class HostSlots:
-    """A medium in host memory of exactly `num_bytes` (whole pages)."""
+def host_block(num_bytes: int) -> Tensor:
+    """Exactly `num_bytes` of host memory (whole pages), given back with the last tensor that views it."""
+    return torch.frombuffer(mmap.mmap(-1, max(num_bytes, 1)), dtype=torch.uint8)
 
-    def __init__(self, num_bytes: int, device: torch.device, copies: Copies | None = None) -> None:
-        self.num_bytes = num_bytes
-        self._block: Tensor | None = torch.frombuffer(mmap.mmap(-1, max(num_bytes, 1)), dtype=torch.uint8)
-        self._copies = copies or CudaCopies(self._block, device)
+
+class HostSlots:
+    """A medium in a block of host memory.
+
+    Args:
+        copies: between this block and the device.
+    """
+
+    def __init__(self, block: Tensor, copies: Copies) -> None:
+        self._block: Tensor | None = block
+        self._copies = copies
 
     def save(self, at: int, value: Tensor, dtype: torch.dtype) -> Transfer:
         return self._copies.out(value, self._slot(at, tuple(value.shape), dtype))
@@ -60,28 +68,6 @@ class HostSlots:
         return self._block[at : at + prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
 
-@dataclass(frozen=True)
-class _Done:
-    value: Any = None
-
-    def result(self) -> Any:
-        return self.value
-
-
-class PlainCopies:
-    """Copies at once, on the CPU: what the schedule is tested with."""
-
-    def out(self, value: Tensor, slot: Tensor) -> Transfer:
-        slot.copy_(value)
-        return _Done()
-
-    def back(self, slot: Tensor) -> Transfer:
-        return _Done(slot.clone())
-
-    def close(self) -> None:
-        """Nothing is under way."""
-
-
 class CudaCopies:
     """One side stream per direction, so that both run beside the computation and beside each other."""
 
@@ -94,9 +80,8 @@ class CudaCopies:
                 f'{int(code)}); raise the locked-memory limit (ulimit -l), or set memory.offload = "disk"'
             )
         self._down, self._up = torch.cuda.Stream(device), torch.cuda.Stream(device)
-        self._closed = weakref.finalize(
-            self, _unpin, block, self._down, self._up
-        )  # also of a pass never walked back
+        # Also of a pass that is never walked back.
+        self._closed = weakref.finalize(self, _unpin, block, self._down, self._up)
 
     def out(self, value: Tensor, slot: Tensor) -> Transfer:
         value = value.to(slot.dtype).contiguous()

@@ -77,33 +77,39 @@ class ScanLayer(Protocol):
         """Empty rows for what the layer chooses per token; `before` are those of the layer below, to share."""
 
     def forward_tile(
-        self, x: Tensor, tile: Tile, carry: Any, choices: Choices, side: SideLosses
+        self, x: Tensor, tile: Tile, carry: Any, choices: Choices, side: SideLosses, *, choose: bool
     ) -> tuple[Tensor, Any]:
-        """Output and next carry of one tile; fills in its choices."""
+        """Output and next carry of one tile, without a graph.
 
-    def repeat_tile(
-        self, x: Tensor, tile: Tile, carry: Any, choices: Choices, side: SideLosses
-    ) -> tuple[Tensor, Any]:
-        """`forward_tile` once more with the choices as they were made: bit for bit, and nothing is counted."""
+        Args:
+            choose: fills in the tile's choices and counts them; otherwise they are read, and nothing is counted: the
+                same bits again.
+        """
 
-    def keep(self, carry: Any) -> Sequence[Tensor]:
-        """What `recompute_tile` needs of the carry at a tile border: equal shapes for all tiles, maybe nothing."""
-
-    def reopen(self, read: Callable[[Tile], Tensor], layout: PackLayout, tile_size: int) -> Any:
-        """Rebuilds what backward needs of all tiles at once; its result goes to `recompute_tile`."""
-
-    def recompute_tile(
-        self, x: Tensor, tile: Tile, kept: Sequence[Tensor], choices: Choices, opened: Any, side: SideLosses
+    def tile_graph(
+        self,
+        x: Tensor,
+        tile: Tile,
+        carry: Any,
+        choices: Choices,
+        opened: Any,
+        side: SideLosses,
+        *,
+        choose: bool,
     ) -> TileGraph:
-        """The same tile with a graph and the choices as they were made."""
+        """`forward_tile` with a graph; without `choose`, its side losses take part in it."""
 
     def open(self, carry: Any) -> Any:
-        """What `record_tile` needs for all tiles at once, before the first of them."""
+        """What `tile_graph` needs of all tiles at once, before the first tile, whose carry is given."""
 
-    def record_tile(
-        self, x: Tensor, tile: Tile, carry: Any, choices: Choices, opened: Any, side: SideLosses
-    ) -> TileGraph:
-        """`forward_tile` with a graph that is kept until backward, so that nothing is recomputed."""
+    def reopen(self, read: Callable[[Tile], Tensor], layout: PackLayout, tile_size: int) -> Any:
+        """The same after the last tile, built again from the layer's input."""
+
+    def keep(self, carry: Any) -> Sequence[Tensor]:
+        """What `entering` needs of the carry at a tile border: equal shapes for all tiles, maybe nothing."""
+
+    def entering(self, kept: Sequence[Tensor], opened: Any) -> Any:
+        """The carry that a tile enters, last tile first; called once per tile of what `reopen` gave."""
 
     def warm_up_tile(self, x: Tensor, tile: Tile, d_carry: Any, opened: Any, side: SideLosses) -> Any:
         """Adds the indexer's loss of a tile and its gradients; returns the gradient of the carry before it."""

@@ -26,12 +26,11 @@ from torch import Tensor
 from longstrand.memory.borders import Borders
 from longstrand.memory.levers import Levers, kept_inputs
 from longstrand.memory.protocol import Choices, MeanEnd, ScanEnd, ScanLayer, SideLosses, TileGraph
-from longstrand.memory.store import open_streams, pass_demand
+from longstrand.memory.store import first_trained, open_streams, pass_demand
 from longstrand.memory.streams import Stream, Streams
 from longstrand.memory.tile_walk import TileWalk
 from longstrand.memory.tiles import PackLayout, Tile
-
-__all__ = ["Choices", "ScanEnd", "ScanLayer", "SideLosses", "TileGraph", "first_trained", "scan_layers"]
+from longstrand.ops.precision import wide_dtype
 
 
 def scan_layers(
@@ -40,7 +39,7 @@ def scan_layers(
     layers: Sequence[ScanLayer],
     layout: PackLayout,
     *,
-    streams: int,
+    hc_mult: int,
     levers: Levers,
     side: SideLosses,
     end: ScanEnd | None = None,
@@ -58,17 +57,10 @@ def scan_layers(
     end = MeanEnd(embedding.detach()) if end is None else end
     trains = any(layer.trains() for layer in layers) or embedding.requires_grad or end.trains()
     if not (torch.is_grad_enabled() and trains):
-        return TileWalk(embedding, layers, layout, streams, side).through(tokens, levers.tile, end)
-    walk = _Walk(embedding, tokens, layers, layout, streams, levers, side, end)
+        return TileWalk(embedding, layers, layout, hc_mult, side).through(tokens, levers.tile, end)
+    walk = _Walk(embedding, tokens, layers, layout, hc_mult, levers, side, end)
     anchor = torch.zeros((), requires_grad=True, device=embedding.device)
     return _Scan.apply(embedding, anchor, walk)
-
-
-def first_trained(embedding: Tensor, layers: Sequence[ScanLayer]) -> int:
-    """The lowest layer with something to train, at which the walk back ends; their number where none has."""
-    if embedding.requires_grad:
-        return 0
-    return next((index for index, layer in enumerate(layers) if layer.trains()), len(layers))
 
 
 class _Scan(torch.autograd.Function):
@@ -93,7 +85,7 @@ class _Walk:
     tokens: Tensor
     layers: Sequence[ScanLayer]
     layout: PackLayout
-    num_streams: int
+    hc_mult: int
     levers: Levers
     side: SideLosses
     end: ScanEnd
@@ -116,12 +108,11 @@ class _Walk:
 
     def _open_store(self) -> Streams:
         demand = pass_demand(
-            self.embedding.detach(),
+            self.embedding,
+            self.layers,
             self.layout.num_tokens,
             self.levers,
-            num_layers=len(self.layers),
-            streams=self.num_streams,
-            first=self.first,
+            hc_mult=self.hc_mult,
             keeps_mean=self.end.reads_mean,
         )
         return open_streams(self.levers, demand, self.embedding.detach())
@@ -148,38 +139,29 @@ class _Walk:
         return out
 
     def _forward_layer(self, index: int, source: Stream | None, put: Callable[[Tile, Tensor], None]) -> None:
-        layer, kept = self.layers[index], index >= self.first
-        if kept and not self.levers.recompute:
-            self._record_layer(index, source, put)
-            return
+        """Runs a layer's tiles; keeps of them what the walk back needs: carries, or graphs without recompute."""
+        layer, kept, side = self.layers[index], index >= self.first, self.side
         below = self.choices.get(index - 1, {})
         choices = layer.new_choices(self.layout.num_tokens, self.embedding.device, below)
-        carry, borders = layer.start(self.layout), Borders(self.layout.num_tiles(self.levers.tile))
-        for tile in self.layout.tiles(self.levers.tile):
-            if kept:
-                borders.push(layer.keep(carry))
-            rows = _rows(choices, tile)
-            y, carry = layer.forward_tile(self._read(source, tile), tile, carry, rows, self.side)
-            put(tile, y)
         self.choices[index] = choices
-        if kept:
-            self.borders[index] = borders
-        else:
+        if not kept:
             self.choices.pop(index - 1, None)
-
-    def _record_layer(self, index: int, source: Stream | None, put: Callable[[Tile, Tensor], None]) -> None:
-        """The same with a graph per tile, kept until backward."""
-        layer, carry = self.layers[index], self.layers[index].start(self.layout)
-        below = self.choices.get(index - 1, {})
-        self.choices[index] = layer.new_choices(self.layout.num_tokens, self.embedding.device, below)
-        opened, self.graphs[index] = layer.open(carry), []
+        carry, opened = layer.start(self.layout), None
+        if kept and self.levers.recompute:
+            self.borders[index] = Borders(self.layout.num_tiles(self.levers.tile))
+        elif kept:
+            self.graphs[index], opened = [], layer.open(carry)
         for tile in self.layout.tiles(self.levers.tile):
-            # Versions of their own: a kept graph does not mind that later tiles fill in their rows.
-            rows = {name: value.data for name, value in _rows(self.choices[index], tile).items()}
-            graph = layer.record_tile(self._read(source, tile), tile, carry, rows, opened, self.side)
-            carry = graph.carry
-            self.graphs[index].append(graph)
-            put(tile, graph.y.detach())
+            x, rows = self._read(source, tile), _rows(choices, tile)
+            if index in self.graphs:
+                graph = layer.tile_graph(x, tile, carry, rows, opened, side, choose=True)
+                self.graphs[index].append(graph)
+                y, carry = graph.y.detach(), graph.carry
+            else:
+                if index in self.borders:
+                    self.borders[index].push(layer.keep(carry))
+                y, carry = layer.forward_tile(x, tile, carry, rows, side, choose=True)
+            put(tile, y)
 
     def _finish(self, out: Tensor, tile: Tile, y: Tensor) -> None:
         mean = y.mean(dim=1)
@@ -190,7 +172,7 @@ class _Walk:
     def backward(self, d_out: Tensor) -> Tensor | None:
         """Walks the layers and tiles back; returns the embedding's gradient."""
         if self.embedding.requires_grad:
-            dtype = torch.promote_types(self.embedding.dtype, torch.float32)
+            dtype = wide_dtype(self.embedding.dtype)
             self.d_embedding = torch.zeros_like(self.embedding, dtype=dtype, requires_grad=False)
         with closing(self.store):
             if self.side.indexer == "warmup":
@@ -236,14 +218,18 @@ class _Walk:
         borders = self.borders.pop(index)
         opened = layer.reopen(partial(self._read, stream), self.layout, self.levers.tile)
         for tile in self.layout.tiles_back(self.levers.tile):
-            x, rows = self._read(stream, tile), _rows(choices, tile)
-            yield layer.recompute_tile(x, tile, borders.pop(), rows, opened, self.side)
+            x, carry, rows = (
+                self._read(stream, tile),
+                layer.entering(borders.pop(), opened),
+                _rows(choices, tile),
+            )
+            yield layer.tile_graph(x, tile, carry, rows, opened, self.side, choose=False)
 
     def _end_gradient(self, d_out: Tensor, tile: Tile) -> Tensor:
         """The gradient of the last layer's output: that of the mean, shared by its streams."""
         mean = None if self.mean is None else self.mean.read(tile)
         d_mean = self.end.backward_tile(mean, d_out[tile.rows], tile)
-        return (d_mean / self.num_streams).unsqueeze(1).expand(-1, self.num_streams, -1).contiguous()
+        return (d_mean / self.hc_mult).unsqueeze(1).expand(-1, self.hc_mult, -1).contiguous()
 
     @torch.no_grad()
     def _rebuild_input(self, index: int) -> None:
@@ -256,9 +242,8 @@ class _Walk:
             layer, choices, above = self.layers[below], self.choices[below], self._new_stream()
             carry = layer.start(self.layout)
             for tile in self.layout.tiles(self.levers.tile):
-                y, carry = layer.repeat_tile(
-                    self._read(stream, tile), tile, carry, _rows(choices, tile), self.side
-                )
+                x, rows = self._read(stream, tile), _rows(choices, tile)
+                y, carry = layer.forward_tile(x, tile, carry, rows, self.side, choose=False)
                 above.write(tile, y)
             self.inputs[below + 1] = stream = above
 
@@ -281,11 +266,12 @@ class _Walk:
         if stream is not None:
             return stream.read(tile)
         rows = self.embedding.detach()[self.tokens[tile.rows]]
-        return rows.unsqueeze(1).expand(-1, self.num_streams, -1).contiguous()
+        return rows.unsqueeze(1).expand(-1, self.hc_mult, -1).contiguous()
 
     def _new_stream(self) -> Stream:
-        return self.store.new(self.num_streams, self.embedding.shape[1])
+        return self.store.new(self.hc_mult, self.embedding.shape[1])
 
 
 def _rows(choices: Choices, tile: Tile) -> Choices:
-    return {name: value[tile.rows] for name, value in choices.items()}
+    """A tile's choices; versions of their own, since a kept graph does not mind that later tiles fill in theirs."""
+    return {name: value[tile.rows].data for name, value in choices.items()}

@@ -42,7 +42,7 @@ class Medium(Protocol):
     """Bytes outside the device, addressed by 64-bit offsets."""
 
     def save(self, at: int, value: Tensor, dtype: torch.dtype) -> Transfer:
-        """Begins to store a tile at byte `at`; `value` is free at once."""
+        """Begins to store a tile at byte `at`; `value` is not written to from here on, and may be dropped at once."""
 
     def load(self, at: int, shape: tuple[int, ...], dtype: torch.dtype) -> Transfer:
         """Begins to fetch a tile into fresh memory."""

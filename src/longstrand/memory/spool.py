@@ -133,12 +133,17 @@ def remove_stale_spools(folder: Path) -> int:
         finally:
             os.close(file)
     if removed:
-        _log.warning("%s: removed %d spools of killed runs and freed %s bytes", folder, removed, f"{freed:,}")
+        spools = "1 spool" if removed == 1 else f"{removed} spools"
+        _log.warning("%s: removed %s of killed runs and freed %s bytes", folder, spools, f"{freed:,}")
     return freed
 
 
 def _create(folder: Path) -> tuple[Path, int]:
-    """A new file, open and locked; direct where the file system allows it."""
+    """A new file, open and locked; direct where the file system allows it.
+
+    Raises:
+        OSError: the file cannot be made or locked; none is left.
+    """
     while True:
         path = folder / _NAME.format(f"{os.getpid()}-{next(_numbers)}")
         file = _open_new(path)
@@ -148,10 +153,12 @@ def _create(folder: Path) -> tuple[Path, int]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if path.exists() and os.path.samestat(os.stat(path), os.fstat(file)):
                 return path, file
-        except (
-            BlockingIOError
-        ):  # another process takes it for stale: it came between the opening and the lock
+        except BlockingIOError:
+            # Another process takes it for stale: it came between the opening and the lock.
             pass
+        except OSError:
+            _remove(path, file)
+            raise
         os.close(file)
 
 
@@ -169,8 +176,12 @@ def _open_new(path: Path) -> int | None:
 
 
 def _allocate(file: int, num_bytes: int) -> None:
+    """Where the file system cannot allocate, the C library writes single bytes, which direct I/O refuses."""
+    flags = fcntl.fcntl(file, fcntl.F_GETFL)
+    fcntl.fcntl(file, fcntl.F_SETFL, flags & ~_DIRECT)
     if num_bytes:
         os.posix_fallocate(file, 0, num_bytes)
+    fcntl.fcntl(file, fcntl.F_SETFL, flags)
 
 
 def _require_direct(file: int, folder: Path) -> None:
@@ -197,8 +208,10 @@ def _say_buffered(folder: Path) -> None:
 
 
 def _remove(path: Path, file: int) -> None:
-    path.unlink(missing_ok=True)
-    os.close(file)
+    try:
+        path.unlink(missing_ok=True)
+    finally:
+        os.close(file)
 
 
 def _pages(num_bytes: int) -> Tensor:

@@ -2,42 +2,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from longstrand.errors import UserError
-from longstrand.memory.host import HostSlots
+from longstrand.memory.host import CudaCopies, HostSlots, host_block
 from longstrand.memory.levers import Levers, streams_at_once
+from longstrand.memory.protocol import ScanLayer
 from longstrand.memory.slots import Demand, SlottedStreams
 from longstrand.memory.spool import Spool
 from longstrand.memory.streams import DeviceStreams, Streams
 
 
 def pass_demand(
-    like: Tensor,
+    embedding: Float[Tensor, "W D"],
+    layers: Sequence[ScanLayer],
     num_tokens: int,
     levers: Levers,
     *,
-    num_layers: int,
-    streams: int,
-    first: int,
+    hc_mult: int,
     keeps_mean: bool,
 ) -> Demand:
-    """The streams that a pass has at once: layer inputs of R x D values per token, and the last mean of D.
-
-    Args:
-        like: the embedding [W, D].
-        first: the lowest layer that trains; `num_layers` where only the end does.
-    """
-    width = like.shape[1]
-    rows: dict[tuple[int, ...], int] = {
-        (streams, width): streams_at_once(num_layers, first, levers.keep_every)
-    }
+    """The streams that a pass has at once: layer inputs of R x D values per token, and the last mean of D."""
+    width, first = embedding.shape[1], first_trained(embedding, layers)
+    at_once = streams_at_once(len(layers), first, levers.keep_every)
+    rows: dict[tuple[int, ...], int] = {(hc_mult, width): at_once}
     if keeps_mean:
         rows[(width,)] = 1
-    return Demand(num_tokens, levers.tile, like.dtype, rows)
+    return Demand(num_tokens, levers.tile, embedding.dtype, rows)
+
+
+def first_trained(embedding: Tensor, layers: Sequence[ScanLayer]) -> int:
+    """The lowest layer with something to train, at which the walk back ends; their number where none has."""
+    if embedding.requires_grad:
+        return 0
+    return next((index for index, layer in enumerate(layers) if layer.trains()), len(layers))
 
 
 def open_streams(levers: Levers, demand: Demand, like: Tensor) -> Streams:
@@ -45,14 +48,15 @@ def open_streams(levers: Levers, demand: Demand, like: Tensor) -> Streams:
 
     Raises:
         UserError: the device's memory is the host's.
-        RunFailed: the spool cannot be made.
+        RunFailed: the spool cannot be made, or the host memory not be pinned.
     """
     if levers.offload == "disk":
         assert levers.spool is not None
         return SlottedStreams(Spool(Path(levers.spool), demand.num_bytes, like.device), demand)
     if levers.offload == "host":
         require_other_memory("offload", like.device)
-        return SlottedStreams(HostSlots(demand.num_bytes, like.device), demand)
+        block = host_block(demand.num_bytes)
+        return SlottedStreams(HostSlots(block, CudaCopies(block, like.device)), demand)
     return DeviceStreams(demand.num_tokens, like)
 
 

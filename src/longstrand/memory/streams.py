@@ -18,7 +18,12 @@ class Stream(Protocol):
         """A tile's rows as they were last written; to be used before the same tile is written again."""
 
     def write(self, tile: Tile, value: Tensor) -> None:
-        """Stores a tile's rows; `value` may be a view of anything and is free once this returns."""
+        """Stores a tile's rows.
+
+        Args:
+            value: a view of anything; it may be dropped once this returns, but its memory is not to be written to: a
+                copy out of it may still be under way.
+        """
 
     def free(self) -> None:
         """Gives the rows' memory back."""

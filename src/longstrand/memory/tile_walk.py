@@ -30,10 +30,10 @@ class TileWalk:
         embedding: Float[Tensor, "W D"],
         layers: Sequence[ScanLayer],
         layout: PackLayout,
-        streams: int,
+        hc_mult: int,
         side: SideLosses,
     ) -> None:
-        self.embedding, self.layers, self.streams, self.side = embedding, layers, streams, side
+        self.embedding, self.layers, self.hc_mult, self.side = embedding, layers, hc_mult, side
         self.layout = layout
         self.carries: list[Any] = [layer.start(layout) for layer in layers]
 
@@ -48,9 +48,10 @@ class TileWalk:
     @torch.no_grad()
     def step(self, tokens: Int[Tensor, "T"], tile: Tile) -> Float[Tensor, "T D"]:
         """The mean over streams of the last layer's output; the same bits as the scan's."""
-        x = self.embedding[tokens].unsqueeze(1).expand(-1, self.streams, -1).contiguous()
+        x = self.embedding[tokens].unsqueeze(1).expand(-1, self.hc_mult, -1).contiguous()
         choices: Choices = {}
         for index, layer in enumerate(self.layers):
             choices = layer.new_choices(len(tile), x.device, choices)
-            x, self.carries[index] = layer.forward_tile(x, tile, self.carries[index], choices, self.side)
+            carry = self.carries[index]
+            x, self.carries[index] = layer.forward_tile(x, tile, carry, choices, self.side, choose=True)
         return x.mean(dim=1)

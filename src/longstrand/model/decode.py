@@ -39,7 +39,7 @@ class Prefix:
 
 
 @torch.no_grad()
-def prefill(model: Model, prompt: Int[Tensor, "T"], tile: int = 1024) -> Prefix:
+def prefill(model: Model, prompt: Int[Tensor, "T"], tile: int) -> Prefix:
     """Runs a prompt of at least one token through the model, tile by tile; the tile changes speed and memory only."""
     device = model.norm.weight.device
     layout = PackLayout(torch.tensor([0, len(prompt)]), model.architecture.index_kpool, device)
@@ -163,7 +163,7 @@ class _DsaRows:
     def step(self, attention: Dsa, h: Tensor, tile: Tile, pools: Tensor | None) -> tuple[Tensor, Tensor]:
         """The mixer's output [B, D], and the selected pools for a layer above that shares them."""
         q_resid = attention.query_residual(h)
-        latents = self.latents.flatten(0, 1)
+        latents = self.latents.view(-1, self.latents.shape[-1])  # never a copy: it is written to
         latents.index_copy_(0, tile.slots, attention.latents(h))
         if attention.indexer is not None:
             self._complete_pools(attention.indexer, h, tile)
@@ -171,8 +171,7 @@ class _DsaRows:
             own = select_own_pools(q, weights, self.pool_keys, tile.num_visible, attention.num_selected)
             pools = torch.where(own < 0, own, own + tile.first_pool[:, None])
         assert pools is not None
-        carry = DsaCarry(latents, self.pool_keys.flatten(0, 1), self.tail.flatten(0, 1))
-        out, _ = attention.attend(attention.queries(q_resid), carry, None, pools, tile)
+        out, _ = attention.attend(attention.queries(q_resid), latents, None, pools, tile)
         return attention.project(out), pools
 
     def _complete_pools(self, indexer: Indexer, h: Tensor, tile: Tile) -> None:

@@ -9,7 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from longstrand.architecture import Architecture
-from longstrand.memory.scan import Choices
+from longstrand.memory.protocol import Choices
 from longstrand.memory.tiles import PackLayout, Tile
 from longstrand.model.indexer import Indexer
 from longstrand.model.linear import Linear, Norm
@@ -63,9 +63,11 @@ class Dsa(nn.Module):
             tail = weight.new_zeros(self.kpool - 1, 2 * self.indexer.head_dim)
         return DsaCarry(weight.new_zeros(layout.num_slots, self.latent), pool_keys, tail)
 
-    def append(self, h: Float[Tensor, "T D"], tile: Tile, carry: DsaCarry) -> DsaCarry:
+    def append(
+        self, h: Float[Tensor, "T D"], latents: Float[Tensor, "T L"], tile: Tile, carry: DsaCarry
+    ) -> DsaCarry:
         """Writes a tile's latents and the pools it completes; what a later tile needs of it is in the carry."""
-        carry.latents.index_copy_(0, tile.slots, self.latents(h))
+        carry.latents.index_copy_(0, tile.slots, latents)
         if self.indexer is None:
             return carry
         pools, keys, tail = self.indexer.complete_pools(h, tile, carry.tail)
@@ -99,18 +101,23 @@ class Dsa(nn.Module):
         return self.o_proj(values.transpose(0, 1).flatten(-2))
 
     def attend(
-        self, q: Tensor, carry: DsaCarry, d_latents: Tensor | None, pools: Tensor, tile: Tile
+        self,
+        q: Float[Tensor, "T H L"],
+        latents: Float[Tensor, "N L"],
+        d_latents: Float[Tensor, "N L"] | None,
+        pools: Int[Tensor, "T I"],
+        tile: Tile,
     ) -> tuple[Tensor, Tensor]:
         """Latent outputs [T, H, L] and the mass of each selected pool [T, I]."""
-        return sparse_attention(
-            q, carry.latents, d_latents, pools, tile.slots, kpool=self.kpool, scale=self.scale
-        )
+        return sparse_attention(q, latents, d_latents, pools, tile.slots, kpool=self.kpool, scale=self.scale)
 
-    def attend_dense(self, q: Tensor, carry: DsaCarry, tile: Tile) -> DenseAttention:
+    def attend_dense(
+        self, q: Float[Tensor, "T H L"], latents: Float[Tensor, "N L"], tile: Tile
+    ) -> DenseAttention:
         """The same without selection, for warm-up."""
         return dense_attention(
             q,
-            carry.latents,
+            latents,
             tile.slots,
             tile.first_pool,
             tile.num_visible,

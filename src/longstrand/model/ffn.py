@@ -8,7 +8,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from longstrand.architecture import Architecture
-from longstrand.memory.scan import Choices, SideLosses
+from longstrand.memory.protocol import Choices, SideLosses
 from longstrand.model.linear import Linear
 from longstrand.ops.experts import experts
 from longstrand.ops.precision import wide
@@ -25,6 +25,8 @@ class Dense(nn.Module):
         self.limit = limit
 
     def forward(self, x: Float[Tensor, "T D"]) -> Float[Tensor, "T D"]:
+        # Joined outputs take 4 to 8 % longer for the toy's 1,024 rows, and round dx twice; they would halve the time of
+        # one row of the wide model (measured, one thread).
         both = F.linear(x, torch.cat([self.gate_proj.weight, self.up_proj.weight]))
         return self.down_proj(swiglu(both, self.limit))
 

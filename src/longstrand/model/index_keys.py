@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longstrand.memory.scan import SideLosses
+from longstrand.memory.protocol import SideLosses
 from longstrand.memory.tiles import Tile
 from longstrand.model.dsa import Dsa, DsaCarry
 from longstrand.ops.dense_attention import pool_masses
@@ -43,7 +43,7 @@ class IndexKeys:
         attention, tile, carry = self.attention, self.tile, self.carry
         with torch.no_grad():
             queries = attention.queries(q_resid)
-            dense = attention.attend_dense(queries, carry, tile)
+            dense = attention.attend_dense(queries, carry.latents, tile)
         q, weights = self.indexer.queries(self.h, q_resid)
 
         def target() -> Any:

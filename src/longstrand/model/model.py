@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import cast
 
 import torch
 from jaxtyping import Float
@@ -10,18 +10,18 @@ from torch import Tensor, nn
 
 from longstrand.architecture import Architecture
 from longstrand.data.pack import Pack
-from longstrand.memory import Levers, ScanEnd, SideLosses, TileWalk, scan_layers
-from longstrand.memory.scan import first_trained
+from longstrand.memory import Levers, ScanEnd, ScanLayer, SideLosses, TileWalk, scan_layers
 from longstrand.memory.store import pass_demand
 from longstrand.memory.tiles import PackLayout
-from longstrand.model.block import DsaLayer, KdaLayer
+from longstrand.model.dsa_layer import DsaLayer
 from longstrand.model.head import LogprobEnd
 from longstrand.model.hf import SourceInfo, keeps_float32
+from longstrand.model.kda_layer import KdaLayer
 from longstrand.model.linear import Linear, Norm
 from longstrand.ops import kda, mhc, select
 from longstrand.ops.native import has_kernel
 from longstrand.ops.norm import rms_norm
-from longstrand.ops.precision import wide
+from longstrand.ops.precision import wide, wide_dtype
 
 GROUPS = (  # first match wins
     ("embedding", ("embed_tokens.",)),
@@ -52,24 +52,23 @@ class Model(nn.Module):
 
     def walk(self, layout: PackLayout, side: SideLosses | None = None) -> TileWalk:
         """A walk through all layers a tile at a time, without gradients; see `TileWalk`."""
-        embedding, streams = self.embed_tokens.weight, self.architecture.hc_mult
-        layers: list[Any] = list(self.layers)
-        return TileWalk(embedding, layers, layout, streams, side or SideLosses())
+        hc_mult, layers = self.architecture.hc_mult, self._scan_layers()
+        return TileWalk(self.embed_tokens.weight, layers, layout, hc_mult, side or SideLosses())
 
     def last_norm(self, mean: Float[Tensor, "T D"]) -> Float[Tensor, "T D"]:
         """The last hidden state, from the mean of the streams."""
         return rms_norm(mean, self.norm.weight, self.architecture.rms_norm_eps)
 
     def hidden(
-        self, pack: Pack, tile: int = 1024, side: SideLosses | None = None, levers: Levers | None = None
+        self, pack: Pack, levers: Levers = Levers(), side: SideLosses | None = None
     ) -> Float[Tensor, "T D"]:
         """The last hidden state, after the final norm, of every token of the pack."""
-        mean = self._scan(pack, levers or Levers(tile), side or SideLosses(), None)
+        mean = self._scan(pack, levers, side or SideLosses(), None)
         scale = self.norm.weight.detach() if _warms_up(side) else self.norm.weight
         return rms_norm(mean, scale, self.architecture.rms_norm_eps)
 
     def token_logprobs(
-        self, pack: Pack, tile: int = 1024, side: SideLosses | None = None, levers: Levers | None = None
+        self, pack: Pack, levers: Levers = Levers(), side: SideLosses | None = None
     ) -> Float[Tensor, "T"]:
         """Natural-log probability of each target given its document so far; 0 where there is no target.
 
@@ -78,9 +77,8 @@ class Model(nn.Module):
 
         Args:
             pack: documents in a row; they never see each other.
-            tile: tokens computed at once; transients grow with it, carries shrink with it.
+            levers: what bounds memory, such as the number of tokens computed at once.
             side: side losses and counts of this pass; see `SideLosses`.
-            levers: what bounds memory, the tile among it; replaces `tile`.
 
         Returns:
             float32, or float64 for a float64 model.
@@ -90,7 +88,7 @@ class Model(nn.Module):
         if _warms_up(side):
             scale, head = scale.detach(), head.detach()
         end = LogprobEnd(scale, head, pack.targets.to(head.device), self.architecture.rms_norm_eps)
-        return self._scan(pack, levers or Levers(tile), side or SideLosses(), end)
+        return self._scan(pack, levers, side or SideLosses(), end)
 
     def _scan(self, pack: Pack, levers: Levers, side: SideLosses, end: ScanEnd | None) -> Tensor:
         largest = max(int(pack.tokens.max()), int(pack.targets.max()))
@@ -100,9 +98,9 @@ class Model(nn.Module):
         return scan_layers(
             self.embed_tokens.weight,
             pack.tokens.to(device),
-            list(self.layers),  # type: ignore[arg-type]
+            self._scan_layers(),
             PackLayout(pack.starts, self.architecture.index_kpool, device),
-            streams=self.architecture.hc_mult,
+            hc_mult=self.architecture.hc_mult,
             levers=levers,
             side=side,
             end=end,
@@ -112,14 +110,16 @@ class Model(nn.Module):
         """Bytes that the streams of a training pass take wherever the levers put them."""
         demand = pass_demand(
             self.embed_tokens.weight,
+            self._scan_layers(),
             num_tokens,
             levers,
-            num_layers=len(self.layers),
-            streams=self.architecture.hc_mult,
-            first=first_trained(self.embed_tokens.weight, list(self.layers)),  # type: ignore[arg-type]
+            hc_mult=self.architecture.hc_mult,
             keeps_mean=True,
         )
         return demand.num_bytes
+
+    def _scan_layers(self) -> list[ScanLayer]:
+        return [cast(ScanLayer, layer) for layer in self.layers]
 
     def groups(self) -> dict[str, list[str]]:
         """Parameter names by the group that a recipe trains or freezes."""
@@ -137,7 +137,7 @@ class Model(nn.Module):
 
     def convert(self, dtype: torch.dtype) -> Model:
         """Casts to a dtype; what is kept in float32 stays so (float64 casts everything). Gradients are float32."""
-        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        wide = wide_dtype(dtype)
         for name, tensor in [*self.named_parameters(), *self.named_buffers()]:
             tensor.data = tensor.data.to(wide if keeps_float32(name) else dtype)
             if isinstance(tensor, nn.Parameter):

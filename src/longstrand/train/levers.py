@@ -11,9 +11,8 @@ from longstrand.config import Recipe
 from longstrand.errors import UserError
 from longstrand.memory import levers_of
 from longstrand.memory.levers import streams_at_once
-from longstrand.memory.scan import first_trained
 from longstrand.memory.spool import remove_stale_spools, require_room
-from longstrand.memory.store import require_other_memory
+from longstrand.memory.store import first_trained, require_other_memory
 from longstrand.model import Model
 
 _log = logging.getLogger(__name__)

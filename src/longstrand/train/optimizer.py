@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor, nn
 
@@ -52,18 +55,40 @@ class Optimizer:
     is 2e-3).
 
     Memory: 8 bytes per trained parameter for the two moments, 4 more with a master (float64: 16, 0).
+
+    With `device`, its state lies there and AdamW runs there. The model's device then holds nothing beside parameters
+    and gradients, the other one 12 bytes per trained parameter for the moments and a float32 copy, and 4 more for
+    gradients during a step (float64: 24, 8). Per step the gradients go there and the parameters come back. The tensors
+    of a checkpoint are the same.
+
+    Args:
+        device: of the state; None: that of each parameter.
+        threads: CPU threads of the step; None: as many as torch runs with elsewhere.
+
+    Attributes:
+        copies: what AdamW moves where it is not the parameter itself: the masters, and what lies on another device.
     """
 
-    def __init__(self, model: nn.Module, names: list[str], settings: TrainSection) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        names: list[str],
+        settings: TrainSection,
+        *,
+        device: torch.device | None = None,
+        threads: int | None = None,
+    ) -> None:
         parameters = dict(model.named_parameters())
         self.parameters: dict[str, nn.Parameter] = {name: parameters[name] for name in names}
-        self.masters: dict[str, Tensor] = {
-            name: parameter.detach().float()
+        self.copies: dict[str, Tensor] = {
+            name: _wide_copy(parameter, device)
             for name, parameter in self.parameters.items()
-            if parameter.element_size() < 4
+            if _needs_copy(parameter, device)
         }
-        self.copies = self._copies()
-        self.updates = 0
+        self.masters = {
+            name: copy for name, copy in self.copies.items() if self.parameters[name].element_size() < 4
+        }
+        self.updates, self._threads = 0, threads
         decayed = [name for name in names if _decays(name, parameters[name])]
         kept = [name for name in names if not _decays(name, parameters[name])]
         self._adamw = torch.optim.AdamW(
@@ -99,8 +124,12 @@ class Optimizer:
             group["lr"] = learning_rate
         gradients = self.gradients()
         for name, copy in self.copies.items():
+            # A checkpoint may have been loaded into the parameter; a master is loaded itself.
+            if name not in self.masters:
+                copy.copy_(self.parameters[name])
             copy.grad = gradients[name].to(copy)
-        self._adamw.step()
+        with _cpu_threads(self._threads):
+            self._adamw.step()
         for name, copy in self.copies.items():
             copy.grad = None
             self.parameters[name].copy_(copy)
@@ -126,50 +155,32 @@ class Optimizer:
         for name in self.parameters:
             self._adamw.state[self._updated(name)]["step"].fill_(updates)
 
-    def _copies(self) -> dict[str, Tensor]:
-        """What AdamW moves where it is not the parameter itself."""
-        return self.masters
-
     def _updated(self, name: str) -> Tensor:
         return self.copies.get(name, self.parameters[name])
 
 
-class HostOptimizer(Optimizer):
-    """The same with its state in host memory, for parameters on another device; AdamW runs on the CPU.
+def _needs_copy(parameter: Tensor, device: torch.device | None) -> bool:
+    """Narrower than float32, or on another device."""
+    return parameter.element_size() < 4 or (device is not None and parameter.device != device)
 
-    Device memory: nothing beside parameters and gradients. Host memory: 12 bytes per trained parameter for the moments
-    and a float32 copy, 4 more for gradients during a step (float64: 24, 8). Per step the gradients go to the host and
-    the parameters come back. A checkpoint has the same tensors as without it.
 
-    Args:
-        threads: CPU threads of the step, whatever torch runs with elsewhere.
-    """
+@torch.no_grad()
+def _wide_copy(parameter: Tensor, device: torch.device | None) -> Tensor:
+    """Moved as it is and widened there: the parameter's own device holds no wide copy on the way."""
+    copy = torch.empty_like(parameter, device=device, dtype=wide_dtype(parameter.dtype), requires_grad=False)
+    return copy.copy_(parameter.to(copy.device))
 
-    def __init__(self, model: nn.Module, names: list[str], settings: TrainSection, threads: int) -> None:
-        super().__init__(model, names, settings)
-        self._threads = threads
 
-    @torch.no_grad()
-    def step(self, learning_rate: float) -> None:
-        for name in self.copies.keys() - self.masters.keys():
-            self.copies[name].copy_(
-                self.parameters[name]
-            )  # a checkpoint may have been loaded into the parameter
-        before = torch.get_num_threads()
-        torch.set_num_threads(self._threads)
-        try:
-            super().step(learning_rate)
-        finally:
+@contextmanager
+def _cpu_threads(number: int | None) -> Iterator[None]:
+    before = torch.get_num_threads()
+    if number is not None:
+        torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        if number is not None:
             torch.set_num_threads(before)
-
-    def _copies(self) -> dict[str, Tensor]:
-        self.masters = {name: master.cpu() for name, master in self.masters.items()}
-        others = self.parameters.keys() - self.masters.keys()
-        return self.masters | {
-            name: torch.empty_like(self.parameters[name], device="cpu", requires_grad=False)
-            for name in self.parameters
-            if name in others
-        }
 
 
 def _decays(name: str, parameter: Tensor) -> bool:

@@ -23,7 +23,7 @@ from longstrand.state import checkpoint_bytes, require_space
 from longstrand.train.evaluation import evaluate_once, evaluation_packs
 from longstrand.train.levers import check_levers, clean_spool
 from longstrand.train.metrics import Metrics, open_sinks
-from longstrand.train.optimizer import HostOptimizer, Optimizer, freeze_all_but, trained_names
+from longstrand.train.optimizer import Optimizer, freeze_all_but, trained_names
 from longstrand.train.progress import Progress, logged_to
 from longstrand.train.run_folder import (
     check_unused,
@@ -131,9 +131,8 @@ def prepare(recipe: Recipe) -> Training:
 
 
 def _optimizer(recipe: Recipe, model: Model, names: list[str]) -> Optimizer:
-    if recipe.memory.optimizer == "host":
-        return HostOptimizer(model, names, recipe.train, recipe.run.threads or torch.get_num_threads())
-    return Optimizer(model, names, recipe.train)
+    device = torch.device("cpu") if recipe.memory.optimizer == "host" else None
+    return Optimizer(model, names, recipe.train, device=device, threads=recipe.run.threads)
 
 
 def _require_effect(recipe: Recipe, shape: Architecture) -> None:

@@ -60,8 +60,7 @@ def take_step(
     settings: TrainSection,
     *,
     step: int,
-    tile: int = 1024,
-    levers: Levers | None = None,
+    levers: Levers = Levers(),
 ) -> StepResult:
     """Moves the weights by one step.
 
@@ -74,8 +73,7 @@ def take_step(
         model: its trained parameters are those of `optimizer`, with no gradients.
         packs: the sequences of the step.
         step: counted from 1; decides the learning rate and stands in errors.
-        tile: tokens computed at once.
-        levers: what bounds memory, the tile among it; replaces `tile`.
+        levers: what bounds memory, such as the number of tokens computed at once.
 
     Raises:
         CheckFailed: a loss or gradient is not finite. The optimizer has not moved.
@@ -88,7 +86,7 @@ def take_step(
         return StepResult(tokens, targets, rate)
 
     # 1. Gradients of one mean over all packs, and their common norm.
-    done = _backward(model, packs, settings, step, levers or Levers(tile))
+    done = _backward(model, packs, settings, step, levers)
     norm = _clip(optimizer.gradients(), settings.clip, step)
 
     # 2. The weights move, then the router's bias.
