@@ -6,10 +6,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from longstrand.bench._small_models import model, pack
 from longstrand.config import ModelSection
 from longstrand.errors import UserError
 from longstrand.ops.native import build
-from longstrand.trained import Trained, model_source
+from longstrand.trained import Trained, model_source, require_finite
 
 
 def test_a_config_is_never_taken_for_weights_nor_a_folder_for_a_config(tmp_path):
@@ -43,6 +44,17 @@ def test_a_run_trained_with_kernels_is_used_without_a_compiler_and_says_why(monk
 @pytest.mark.parametrize("settings", [{"cpu": "portable"}, {"dtype": "float64"}], ids=str)
 def test_a_run_without_kernels_is_used_without_them(settings):
     assert not Trained(None, "a run", recorded(**settings), 1, None).use_settings().used
+
+
+def test_a_model_with_a_weight_that_is_no_number_is_refused_by_name():
+    """In an indexer it would only select other pools: no log-probability shows it."""
+    trained = model("KD", dtype=torch.float32)
+    with torch.no_grad():
+        trained.layers[1].self_attn.indexer.wk.weight[0, 0] = torch.nan
+        assert trained.token_logprobs(pack((40,))).isfinite().all()
+    says = r"a model: 1 of [\d,]+ values of layers.1.self_attn.indexer.wk.weight are not finite"
+    with pytest.raises(UserError, match=says):
+        require_finite(trained, "a model")
 
 
 def test_the_tile_is_that_of_training():

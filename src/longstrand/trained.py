@@ -74,12 +74,29 @@ def load_trained(target: Path) -> Trained:
     if (target / "manifest.json").exists() and (checkpoint.parent.parent / "run.toml").exists():
         return _from_checkpoint(checkpoint, checkpoint.parent.parent)
     if (target / "config.json").exists():
-        return Trained(load_model(target), str(target), None, 0, target)
+        model = load_model(target)
+        require_finite(model, str(target))
+        return Trained(model, str(target), None, 0, target)
     raise UserError(
         f"{target}: not a run (run.toml), a checkpoint of one (manifest.json) or a model folder (config.json)"
         if target.is_dir()
         else f"{target}: no such folder; name a run, one of its checkpoints, or a model folder"
     )
+
+
+def require_finite(model: Model, where: str) -> None:
+    """An indexer hides it: a score that is no number selects other pools, and every log-probability stays finite.
+
+    Raises:
+        UserError: naming the first weight that is not finite.
+    """
+    for name, weight in model.named_parameters():
+        if not bool(torch.isfinite(weight).all()):
+            bad = int((~torch.isfinite(weight)).sum())
+            raise UserError(
+                f"{where}: {bad:,} of {weight.numel():,} values of {name} are not finite; take another checkpoint, or "
+                "save the model again"
+            )
 
 
 def model_source(model: ModelSection) -> Path:
@@ -114,4 +131,5 @@ def _from_checkpoint(checkpoint: Path, run: Path) -> Trained:
     model = load_model(source, dtype, seed=recipe.run.seed, init=recipe.model.init)
     weights = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
     step = int(load_checkpoint(checkpoint, weights, prefix="model.")["step"])
+    require_finite(model, str(checkpoint))
     return Trained(model, f"step {step:,} of {run}", recipe, step, source if source.is_dir() else None)

@@ -80,6 +80,23 @@ def test_a_stop_token_ends_its_own_sequence_and_belongs_to_it(trained):
         assert (each.logprobs - whole.logprobs[:end]).abs().max() <= 1e-10
 
 
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"top_k": 4}, "temperature = 0: takes the most likely token"),
+        ({"top_p": 0.5}, "temperature = 0: takes the most likely token"),
+    ],
+)
+def test_settings_that_would_do_nothing_are_refused(given, says):
+    with pytest.raises(UserError, match=says):
+        Sampling(temperature=0, **given)
+
+
+def test_equal_samples_are_refused(trained):
+    with pytest.raises(UserError, match="num_samples = 2: at temperature 0 all samples"):
+        generate(trained, documents(LENGTHS), 2, Sampling(temperature=0), num_samples=2)
+
+
 def frequencies(sampling, logits, draws=40_000):
     uniform = (torch.arange(draws, dtype=torch.float64) + 0.5) / draws
     rows = torch.tensor(logits).log_softmax(-1).expand(draws, -1)
@@ -99,7 +116,7 @@ def frequencies(sampling, logits, draws=40_000):
         (Sampling(top_p=0.75), [2 / 9, 4 / 9, 0, 3 / 9]),
         (Sampling(top_p=1e-9), [0, 1, 0, 0]),
         (Sampling(top_k=3, top_p=0.5), [0, 4 / 7, 0, 3 / 7]),
-        (Sampling(temperature=0, top_p=0.5), [0, 1, 0, 0]),
+        (Sampling(temperature=0), [0, 1, 0, 0]),
         (Sampling(allowed=(2, 0)), [2 / 3, 0, 1 / 3, 0]),
         (Sampling(allowed=(2, 0), top_k=1), [1, 0, 0, 0]),
         (Sampling(allowed=(2, 3), temperature=0), [0, 0, 0, 1]),

@@ -23,6 +23,9 @@ class Leaky:
     def trains(self):
         return self.w.requires_grad
 
+    def parameters(self):
+        return iter((self.w, self.a))
+
     def learns_to_select(self):
         return False
 

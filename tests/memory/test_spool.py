@@ -122,6 +122,29 @@ def test_a_file_system_that_locks_nothing_is_refused_and_nothing_of_the_try_is_l
     assert [*tmp_path.iterdir()] == [] and open_files() == files
 
 
+def test_only_files_named_as_spools_are_taken_for_stale_ones(tmp_path):
+    notes, link, pipe = (tmp_path / f"longstrand-{name}.spool" for name in ("notes", "1-1", "2-2"))
+    notes.write_text("mine")
+    link.symlink_to(notes)
+    os.mkfifo(pipe)
+    assert remove_stale_spools(tmp_path) == 0
+    assert notes.read_text() == "mine" and link.is_symlink() and pipe.exists()
+
+
+def test_a_folder_in_memory_is_said_once(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(spools, "_file_system", lambda folder: "tmpfs")
+    spools._say_in_memory.cache_clear()
+    for _ in range(2):
+        Spool(tmp_path, 4096, torch.device("cpu")).close()
+    said = [line for line in caplog.messages if "lives in memory" in line]
+    assert len(said) == 1 and str(tmp_path) in said[0]
+
+
+def test_the_kind_of_a_file_system_is_known(tmp_path):
+    assert spools._file_system(Path("/proc")) == "proc"
+    assert spools._file_system(tmp_path) not in ("", "proc")
+
+
 def test_a_file_that_cannot_be_removed_is_closed_all_the_same(tmp_path, monkeypatch):
     files, spool = open_files(), Spool(tmp_path, MIB, CPU)
 

@@ -1,5 +1,7 @@
 """A call of the model that could not mean what it says is refused, never answered with a number."""
 
+import copy
+import pickle
 import subprocess
 import sys
 
@@ -27,6 +29,28 @@ def test_a_second_walk_back_says_that_a_pass_goes_back_once() -> None:
     total.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="a pass goes back once"):
         total.backward()
+
+
+@pytest.mark.parametrize("levers", [Levers(4), Levers(4, keep_every=2), Levers(4, recompute=False)], ids=str)
+def test_weights_that_change_between_the_passes_are_refused(levers) -> None:
+    """Backward would recompute with the new ones: gradients of neither."""
+    small = model("KD")
+    total = small.token_logprobs(Pack.from_documents([torch.arange(9)]), levers).sum()
+    with torch.no_grad():
+        small.layers[0].self_attn.q_proj.weight.mul_(1.5)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        total.backward()
+
+
+@pytest.mark.parametrize(
+    "again", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))], ids=["copy", "pickle"]
+)
+def test_a_copy_adds_up_its_gradients_as_wide_as_the_first_one(again) -> None:
+    other = again(model("KD", dtype=torch.bfloat16))
+    other.token_logprobs(Pack.from_documents([torch.arange(9)]), Levers(4)).sum().backward()
+    assert {parameter.grad.dtype for parameter in other.parameters() if parameter.grad is not None} == {
+        torch.float32
+    }
 
 
 def test_choices_that_do_not_exist_are_refused_without_any_type_checker() -> None:

@@ -5,6 +5,7 @@ import torch
 from agreement import is_as_exact_as_plain_torch, run
 
 from longstrand.bench import _small_models
+from longstrand.memory import Levers
 from longstrand.model.model import kernels
 from longstrand.ops import experts, kda, mhc, native, select, short_conv, sparse_attention
 from longstrand.ops.experts import cases as experts_cases
@@ -192,7 +193,7 @@ KERNELS = {  # what each op's kernels are called, where it has any
 )
 def test_what_is_reported_to_run_is_what_runs(dtype, changes, called):
     model = _small_models.model(dtype=dtype, **changes)
-    model.token_logprobs(_small_models.pack((23, 70)), tile=32).sum().backward()
+    model.token_logprobs(_small_models.pack((23, 70)), Levers(tile=32)).sum().backward()
     reported = {op for op, form in kernels(model).items() if form == "native C++ (cpu)"}
     assert reported == {op for op, name in KERNELS.items() if any(x.startswith(name) for x in called)}
     assert ("kda" in reported) == (dtype != torch.float64)

@@ -181,6 +181,10 @@ def _check(
     for name, value in counts.items():
         if value < 1:
             raise UserError(f"{name} = {value}: must be at least 1")
+    if sampling.temperature == 0 and counts["num_samples"] > 1:
+        raise UserError(
+            f"num_samples = {counts['num_samples']}: at temperature 0 all samples of a prompt are the same; set it to 1"
+        )
     vocabulary = model.architecture.vocab_size
     for number, prompt in enumerate(prompts):
         if not len(prompt):

@@ -39,6 +39,10 @@ class Sampling:
                 f"temperature = {self.temperature:g}: must be 0 (the most likely token) or above, and finite; 1 draws "
                 "from the model's own probabilities"
             )
+        if self.temperature == 0 and (self.top_k is not None or self.top_p != 1):
+            raise UserError(
+                "temperature = 0: takes the most likely token, so that top_k and top_p would do nothing; remove them"
+            )
         if self.top_k is not None and self.top_k < 1:
             raise UserError(f"top_k = {self.top_k}: must be at least 1 token; leave it out to draw from all")
         if not 0 < self.top_p <= 1:

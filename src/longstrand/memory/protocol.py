@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -120,6 +120,9 @@ class ScanLayer(Protocol):
     def trains(self) -> bool:
         """Whether a parameter of this layer receives a gradient."""
 
+    def parameters(self) -> Iterator[Tensor]:
+        """Its weights, which must be the same in backward."""
+
 
 @runtime_checkable
 class ScanEnd(Protocol):
@@ -139,6 +142,9 @@ class ScanEnd(Protocol):
 
     def trains(self) -> bool:
         """Whether a parameter of the end receives a gradient."""
+
+    def parameters(self) -> Iterator[Tensor]:
+        """Its weights, which must be the same in backward."""
 
 
 class MeanEnd:
@@ -160,3 +166,6 @@ class MeanEnd:
 
     def trains(self) -> bool:
         return False
+
+    def parameters(self) -> Iterator[Tensor]:
+        return iter(())

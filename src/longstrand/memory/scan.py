@@ -67,6 +67,7 @@ class _Scan(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, embedding: Tensor, anchor: Tensor, walk: _Walk) -> Tensor:
         ctx.walk = walk
+        ctx.save_for_backward(*walk.weights())
         return walk.forward()
 
     @staticmethod
@@ -74,6 +75,9 @@ class _Scan(torch.autograd.Function):
         walk, ctx.walk = ctx.walk, None
         if walk is None:
             raise RuntimeError("a pass goes back once and frees what it kept; call token_logprobs again")
+        _ = (
+            ctx.saved_tensors
+        )  # torch's error where a weight was changed since: backward would recompute with it
         return walk.backward(d_out), None, None
 
 
@@ -105,6 +109,13 @@ class _Walk:
             out = self._forward()
             unless_done.pop_all()
         return out
+
+    def weights(self) -> Iterator[Tensor]:
+        """All that the pass computes with, trained or not."""
+        yield self.embedding
+        for layer in self.layers:
+            yield from layer.parameters()
+        yield from self.end.parameters()
 
     def _open_store(self) -> Streams:
         demand = pass_demand(

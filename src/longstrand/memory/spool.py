@@ -11,6 +11,7 @@ import errno
 import fcntl
 import logging
 import os
+import re
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -30,6 +31,7 @@ from longstrand.memory.slots import PAGE, Transfer
 THREADS = 3
 _DIRECT = getattr(os, "O_DIRECT", 0)
 _NAME = "longstrand-{}.spool"
+_OWN = re.compile(r"longstrand-\d+-\d+\.spool")
 _numbers = count()
 _log = logging.getLogger(__name__)
 
@@ -105,7 +107,7 @@ def require_room(folder: Path, num_bytes: int) -> None:
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     disk = os.statvfs(there)
     free = disk.f_bavail * disk.f_frsize
-    if num_bytes > free:
+    if num_bytes > free and disk.f_blocks:  # a file system without blocks has a reason of its own
         raise RunFailed(
             f"memory.spool = {folder}: a pass needs {num_bytes:,} bytes there, and {free:,} are free; make room, "
             "set memory.spool to a folder on another disk, raise memory.keep_every, or lower data.length"
@@ -119,6 +121,8 @@ def remove_stale_spools(folder: Path) -> int:
     """
     removed, freed = 0, 0
     for path in sorted(folder.glob(_NAME.format("*"))):
+        if not _OWN.fullmatch(path.name) or path.is_symlink() or not path.is_file():
+            continue
         try:
             file = os.open(path, os.O_RDWR)
         except OSError:  # removed meanwhile, or another user's
@@ -195,6 +199,27 @@ def _require_direct(file: int, folder: Path) -> None:
         fcntl.fcntl(file, fcntl.F_SETFL, flags & ~_DIRECT)
     if not fcntl.fcntl(file, fcntl.F_GETFL) & _DIRECT:
         _say_buffered(folder)
+    if _file_system(folder) in ("tmpfs", "ramfs"):
+        _say_in_memory(folder)
+
+
+def _file_system(folder: Path) -> str:
+    """The kind of the file system that a folder is on; "" where the system does not say."""
+    try:
+        mounts = [line.split() for line in Path("/proc/self/mounts").read_text().splitlines()]
+    except OSError:
+        return ""
+    inside = [(len(at), kind) for _, at, kind, *_ in mounts if folder.resolve().is_relative_to(at)]
+    return max(inside, default=(0, ""))[1]
+
+
+@cache
+def _say_in_memory(folder: Path) -> None:
+    """Once for each folder."""
+    _log.warning(
+        "memory.spool = %s: this file system lives in memory, so that nothing is saved; name a folder on a disk",
+        folder,
+    )
 
 
 @cache

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -42,6 +44,9 @@ class LogprobEnd:
         torch.autograd.backward(self.forward_tile(leaf, tile), d_out)
         assert leaf.grad is not None
         return leaf.grad
+
+    def parameters(self) -> Iterator[Tensor]:
+        return iter((self._scale, self._head))
 
     def trains(self) -> bool:
         return self._scale.requires_grad or self._head.requires_grad

@@ -140,9 +140,17 @@ class Model(nn.Module):
         wide = wide_dtype(dtype)
         for name, tensor in [*self.named_parameters(), *self.named_buffers()]:
             tensor.data = tensor.data.to(wide if keeps_float32(name) else dtype)
-            if isinstance(tensor, nn.Parameter):
-                tensor.grad_dtype = wide
+        self._widen_gradients()
         return self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy or an unpickled model adds up its gradients as the first one does; torch forgets that."""
+        super().__setstate__(state)
+        self._widen_gradients()
+
+    def _widen_gradients(self) -> None:
+        for parameter in self.parameters():
+            parameter.grad_dtype = wide_dtype(parameter.dtype)
 
 
 def _warms_up(side: SideLosses | None) -> bool:

@@ -7,11 +7,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import torch
+
 from longstrand.config import Recipe
 from longstrand.errors import UserError
 from longstrand.memory import levers_of
 from longstrand.memory.levers import streams_at_once
-from longstrand.memory.spool import remove_stale_spools, require_room
+from longstrand.memory.spool import Spool, remove_stale_spools, require_room
 from longstrand.memory.store import first_trained, require_other_memory
 from longstrand.model import Model
 
@@ -23,7 +25,7 @@ def check_levers(recipe: Recipe, model: Model) -> None:
 
     Raises:
         UserError: a lever that cannot apply.
-        RunFailed: the spool of the longest sequence has no room.
+        RunFailed: the spool of the longest sequence cannot be made, or has no room.
     """
     settings, weight = recipe.memory, model.embed_tokens.weight
     for name, value in (("offload", settings.offload), ("optimizer", settings.optimizer)):
@@ -35,7 +37,7 @@ def check_levers(recipe: Recipe, model: Model) -> None:
     levers = levers_of(settings, recipe.run.out)
     if levers.spool is not None:
         num_bytes = model.stream_bytes(recipe.data.length, levers)
-        require_room(Path(levers.spool), num_bytes)
+        _try_spool(Path(levers.spool), num_bytes, weight.device)
         _log.info("a pass writes up to %.1f MB to its spool in %s", num_bytes / 1e6, levers.spool)
 
 
@@ -51,6 +53,13 @@ def clean_spool(recipe: Recipe) -> Iterator[None]:
         if spool is not None and recipe.memory.spool is None:
             with suppress(OSError):  # never made, or a spool is still open and goes with the process
                 Path(spool).rmdir()
+
+
+def _try_spool(folder: Path, num_bytes: int, device: torch.device) -> None:
+    """Makes and removes a spool as a step will: in the folder, or where the folder will be made."""
+    require_room(folder, num_bytes)
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    Spool(there, num_bytes, device).close()
 
 
 def _require_fewer_streams(keep_every: int, num_layers: int, first: int) -> None:

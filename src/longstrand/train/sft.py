@@ -36,7 +36,7 @@ from longstrand.train.saving import Training, restore, save, write_ledger
 from longstrand.train.signals import Stopped, StopRequests
 from longstrand.train.step import take_step
 from longstrand.train.timing import StepTimer
-from longstrand.trained import model_source
+from longstrand.trained import model_source, require_finite
 
 _log = logging.getLogger(__name__)
 
@@ -116,6 +116,7 @@ def prepare(recipe: Recipe) -> Training:
     data = open_data(recipe.data, seed=recipe.run.seed, model_folder=source if source.is_dir() else None)
     loader = data.train_loader(recipe.train.sequences_per_step)
     model = load_model(source, dtype, seed=recipe.run.seed, init=recipe.model.init)
+    require_finite(model, str(source))
     if data.max_token >= model.architecture.vocab_size:
         raise UserError(
             f"data.tokenizer = {recipe.data.tokenizer}: gives token {data.max_token}, and the model's vocabulary "
