@@ -75,9 +75,8 @@ class _Scan(torch.autograd.Function):
         walk, ctx.walk = ctx.walk, None
         if walk is None:
             raise RuntimeError("a pass goes back once and frees what it kept; call token_logprobs again")
-        _ = (
-            ctx.saved_tensors
-        )  # torch's error where a weight was changed since: backward would recompute with it
+        # Torch's error where a weight was changed since: backward would recompute with the new one.
+        _ = ctx.saved_tensors
         return walk.backward(d_out), None, None
 
 
@@ -229,11 +228,8 @@ class _Walk:
         borders = self.borders.pop(index)
         opened = layer.reopen(partial(self._read, stream), self.layout, self.levers.tile)
         for tile in self.layout.tiles_back(self.levers.tile):
-            x, carry, rows = (
-                self._read(stream, tile),
-                layer.entering(borders.pop(), opened),
-                _rows(choices, tile),
-            )
+            x, carry = self._read(stream, tile), layer.entering(borders.pop(), opened)
+            rows = _rows(choices, tile)
             yield layer.tile_graph(x, tile, carry, rows, opened, self.side, choose=False)
 
     def _end_gradient(self, d_out: Tensor, tile: Tile) -> Tensor:
