@@ -106,6 +106,23 @@ def test_a_run_is_scored_at_its_newest_checkpoint_by_its_own_policies(run: Path,
     assert (printed["unit"], printed["length"], printed["version"]) == ("nats", 64, 1)
 
 
+def test_what_was_trained_on_is_said_and_so_is_what_cannot_be_compared(
+    run: Path, fasta: Path, tmp_path: Path, capsys
+):
+    other = tmp_path / "other.fa"
+    other.write_text(">third\n" + "ACCGT" * 20 + "\n")
+
+    def said(path: Path) -> str:
+        run_evaluation(run, [str(path)], 64)
+        return capsys.readouterr().err.replace("\n", " ")
+
+    assert "(training) and" in said(fasta) and "must not share letters" in said(fasta)
+    plain = said(other)
+    assert "note" not in plain and "CPU kernels: " in plain and "targets in" in plain and "GiB" in plain
+    fasta.unlink()
+    assert "note: not compared with the training data (" in said(other)
+
+
 def test_a_checkpoint_is_scored_with_the_recipe_of_its_run(run: Path, fasta: Path):
     series = run_evaluation(run / "checkpoints" / "step_000002", [str(fasta)], 64, as_json=True)
     total, weights = expected_nats(load_model(toy(), seed=2), lower_case_weight=0.5)
