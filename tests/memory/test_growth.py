@@ -5,7 +5,8 @@ import torch
 from live_tensors import LiveTensors
 
 from longstrand.bench._small_models import documents, model
-from longstrand.bench.memory import bytes_per_token, measure, toy
+from longstrand.bench._steps import architecture
+from longstrand.bench.memory import bytes_per_token, measure
 from longstrand.data.pack import Pack
 from longstrand.memory import Levers, SideLosses
 from longstrand.model import load_model
@@ -33,11 +34,11 @@ def peak_bytes(trained, length, indexer="frozen", vocabulary=256, levers=Levers(
 )
 def test_the_live_tensors_of_a_step_grow_by_what_has_to_be_kept(levers, tmp_path):
     """Between both lengths nothing else changes: the expression holds within a twentieth, for each lever."""
-    trained = load_model(toy())
+    trained = load_model(architecture("toy"))
     disk = levers.get("offload") == "disk"
     given = Levers(TILE, **levers, spool=str(tmp_path) if disk else None)
     growth = (peak_bytes(trained, 768, levers=given) - peak_bytes(trained, 512, levers=given)) / 256
-    terms = bytes_per_token(toy(), tile=TILE, keep_every=given.keep_every, offload=disk)
+    terms = bytes_per_token(architecture("toy"), tile=TILE, keep_every=given.keep_every, offload=disk)
     assert growth == pytest.approx(sum(terms.values()), rel=0.05)
 
 
@@ -62,7 +63,7 @@ def test_the_expression_is_that_of_the_architecture():
     from dataclasses import replace
 
     shape = replace(
-        toy(),
+        architecture("toy"),
         hidden_size=4096,
         num_hidden_layers=45,
         layer_types=tuple("indexed_attention" if i % 4 == 3 else "linear_attention" for i in range(45)),

@@ -5,7 +5,7 @@ import torch
 from live_tensors import LiveTensors
 
 from longstrand.bench._small_models import documents, model, pack
-from longstrand.bench.memory import toy
+from longstrand.bench._steps import architecture
 from longstrand.data.pack import Pack
 from longstrand.memory import Levers, SideLosses
 from longstrand.model import load_model
@@ -43,7 +43,7 @@ def test_a_frozen_model_keeps_nothing_either():
 
 def test_what_grows_with_the_length_is_the_latents_the_pool_keys_and_the_pack():
     """No stream of the residual width: 2,048 bytes per token each in the toy."""
-    trained, peaks = load_model(toy()), []
+    trained, peaks = load_model(architecture("toy")), []
     for length in (256, 512):
         given = Pack.from_documents(documents((length,), vocabulary=256))
         with LiveTensors() as live, torch.no_grad():

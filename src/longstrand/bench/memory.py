@@ -63,16 +63,11 @@ def bytes_per_token(
     }
 
 
-def toy() -> Architecture:
-    """The toy's shape (K K K D, width 128, 1.2 M parameters)."""
-    return architecture("toy")
-
-
 def measure(lengths: Sequence[int] = LENGTHS, tile: int = TILE) -> list[dict[str, Any]]:
     """The growth of the peak from the first length to the last, per token."""
     settings = Trial(0, threads=1, tile=tile, optimizer=True, steps=1)
     runs = [run_apart(replace(settings, tokens=length)) for length in lengths]
-    terms = bytes_per_token(toy(), tile=tile)
+    terms = bytes_per_token(architecture("toy"), tile=tile)
     asked, growth = FACTOR * sum(terms.values()), _growth(runs[0], runs[-1])
     return [
         {
