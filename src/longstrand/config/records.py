@@ -211,6 +211,33 @@ class MemorySection(Record):
         return self
 
 
+class ParallelSection(Record):
+    """How a run spreads over processes; nothing here changes a result beyond rounding.
+
+    data x context processes take part; expert is another view of the same ones.
+    """
+
+    data: int = Field(1, ge=1, description="ranks that compute different sequences of a step")
+    context: int = Field(1, ge=1, description="ranks that share each sequence")
+    expert: int = Field(1, ge=1, description="ranks that share the routed experts; divides data x context")
+    segments: Literal["auto"] | Annotated[int, Field(ge=2, multiple_of=2)] = Field(
+        "auto",
+        description="pieces of a sequence per context rank: 2, 4, 8, 16; auto: the fewest that balance attention",
+        json_schema_extra={"rule": 'must be "auto" or an even number of segments from 2'},
+    )
+    receive: Length | None = Field(
+        None,
+        description="most tokens (with each expert a token of its own) that a rank receives at once from the others of "
+        "its expert axis; absent: 4 x memory.tile",
+        examples=["16k"],
+    )
+
+    @property
+    def world(self) -> int:
+        """Processes of the run."""
+        return self.data * self.context
+
+
 class KernelsSection(Record):
     """Which form of the ops runs; what ran stands in kernels.json."""
 
@@ -259,6 +286,7 @@ class Recipe(Record):
     data: DataSection
     train: TrainSection
     memory: MemorySection = MemorySection()
+    parallel: ParallelSection = ParallelSection()
     kernels: KernelsSection = KernelsSection()
     evaluate: EvaluateSection = EvaluateSection()
     report: ReportSection = ReportSection()

@@ -1,0 +1,77 @@
+"""The mesh: which ranks share which axis."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from longstrand.errors import UserError
+from longstrand.parallel.axis import Axis
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """The axes of a run.
+
+    Rank r stands at r // context of `data` and r % context of `context`. `expert` is another view of the same ranks:
+    groups of consecutive ones, each of which holds all experts once.
+
+    Attributes:
+        world: all ranks; gradients and token counts are summed over it.
+        expert_replicas: the ranks that hold the same experts.
+        devices: data x context as torch knows it, for FSDP; None for one process.
+        expert_devices: replicas x expert, likewise.
+    """
+
+    data: Axis
+    context: Axis
+    expert: Axis
+    expert_replicas: Axis
+    world: Axis
+    devices: DeviceMesh | None = None
+    expert_devices: DeviceMesh | None = None
+
+    @property
+    def first(self) -> bool:
+        """Whether this process speaks for all: writes files, prints."""
+        return self.world.rank == 0
+
+
+def one_process() -> Mesh:
+    """A mesh of one rank."""
+    return Mesh(Axis("data"), Axis("context"), Axis("expert"), Axis("expert_replicas"), Axis("world"))
+
+
+def make_mesh(*, data: int, context: int, expert: int, device: str = "cpu") -> Mesh:
+    """The mesh of the processes that torch.distributed knows; of one process where it knows none.
+
+    Raises:
+        UserError: the sizes do not fit the number of processes.
+    """
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    if data * context != world:
+        raise UserError(
+            f"parallel.data x parallel.context = {data} x {context}: must be the number of processes, {world}; "
+            f"start {data * context} processes, or change the axes"
+        )
+    if world % expert:
+        raise UserError(
+            f"parallel.expert = {expert}: must divide the number of processes, {world}; choose a divisor"
+        )
+    if world == 1:
+        return one_process()
+    ranks = torch.arange(world)
+    devices = DeviceMesh(device, ranks.view(data, context), mesh_dim_names=("data", "context"))
+    experts = DeviceMesh(device, ranks.view(-1, expert), mesh_dim_names=("expert_replicas", "expert"))
+    return Mesh(
+        data=Axis("data", devices.get_group("data")),
+        context=Axis("context", devices.get_group("context")),
+        expert=Axis("expert", experts.get_group("expert")),
+        expert_replicas=Axis("expert_replicas", experts.get_group("expert_replicas")),
+        world=Axis("world", dist.group.WORLD),
+        devices=devices,
+        expert_devices=experts,
+    )

@@ -1,0 +1,61 @@
+"""What ranks exchange, against the same rows in one process."""
+
+import os
+import signal
+
+import pytest
+import torch
+
+from longstrand.errors import RunFailed, UserError
+from longstrand.parallel import make_mesh, run_ranks
+
+
+def _exchanges():
+    axis = make_mesh(data=1, context=3, expert=1).context
+    mine = torch.arange(4.0).reshape(2, 2) + 10 * axis.rank
+    gathered = axis.gather(mine, "rows")
+    summed = axis.scatter_sum(torch.arange(6.0) * (axis.rank + 1), "sums")
+    sent = torch.full((1 + 2 + 3, 1), float(axis.rank))
+    came = axis.exchange(sent, [1, 2, 3], [axis.rank + 1] * 3, "rows")
+    return gathered, summed, came, axis.total(axis.rank + 0.5), axis.largest(axis.rank), dict(axis.received)
+
+
+def test_every_rank_gets_the_rows_that_it_should():
+    for rank, (gathered, summed, came, total, largest, received) in enumerate(
+        run_ranks(3, _exchanges, start="fork", timeout=100)
+    ):
+        expected = torch.cat([torch.arange(4.0).reshape(2, 2) + 10 * other for other in range(3)])
+        torch.testing.assert_close(gathered, expected, rtol=0, atol=0)
+        torch.testing.assert_close(summed, 6 * torch.arange(6.0)[2 * rank : 2 * rank + 2], rtol=0, atol=0)
+        assert came.flatten().tolist() == [float(other) for other in range(3) for _ in range(rank + 1)]
+        assert (total, largest) == (4.5, 2)
+        assert received["rows"] == 2 * 16 + 2 * (rank + 1) * 4  # bytes of the two others
+
+
+def _fails(rank_that_fails, how):
+    mesh = make_mesh(data=2, context=1, expert=1)
+    if mesh.world.rank == rank_that_fails:
+        if how == "raise":
+            raise UserError("this rank's own words")
+        if how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        os._exit(7)
+    mesh.world.total(1.0)  # waits for the one that is gone
+
+
+@pytest.mark.parametrize(
+    ("how", "error", "words"),
+    [
+        ("raise", UserError, "this rank's own words"),
+        ("kill", RunFailed, "rank 1 of 2 was killed by SIGKILL"),
+        ("exit", RunFailed, "rank 1 of 2 ended with code 7"),
+    ],
+)
+def test_one_rank_that_fails_ends_all(how, error, words):
+    with pytest.raises(error, match=words):
+        run_ranks(2, _fails, 1, how, start="fork", timeout=100)
+
+
+def test_axes_that_do_not_fit_the_processes_are_refused():
+    with pytest.raises(UserError, match=r"parallel.data x parallel.context = 2 x 3: must be the number"):
+        make_mesh(data=2, context=3, expert=1)
