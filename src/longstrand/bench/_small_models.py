@@ -83,7 +83,7 @@ def pack(lengths: tuple[int, ...] = LENGTHS, seed: int = 3) -> Pack:
 
 def losses(given: Pack, indexer: Mode = "sparse") -> SideLosses:
     """The indexer's loss and, beside everything but warm-up, the router's, scaled as for a step of this pack."""
-    scale = 0.0 if indexer == "frozen" else 0.7 / given.indexer_rows(4)
+    scale = 0.0 if indexer == "frozen" else 0.7 / max(given.indexer_rows(4), 1)
     return SideLosses(indexer=indexer, indexer_scale=scale, aux_scale=0.0 if indexer == "warmup" else 0.3)
 
 

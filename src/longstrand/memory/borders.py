@@ -28,6 +28,10 @@ class Borders:
             block[self._count] = part
         self._count += 1
 
+    def at(self, index: int) -> tuple[Tensor, ...]:
+        """The parts of the carry that was pushed at this place."""
+        return tuple(block[index] for block in self._blocks)
+
     def pop(self) -> tuple[Tensor, ...]:
         """The parts of the last carry that was pushed and not yet popped."""
         self._count -= 1

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from typing import Any, Protocol, runtime_checkable
 
@@ -57,16 +58,24 @@ class Demand:
 
     Attributes:
         rows: for each shape of a token's row, how many streams of it live at once.
+        segments: tokens of each segment, which no tile spans; None: one segment.
     """
 
     num_tokens: int
     tile: int
     dtype: torch.dtype
     rows: Mapping[tuple[int, ...], int]
+    segments: tuple[int, ...] | None = None
 
     @property
     def num_tiles(self) -> int:
-        return -(-self.num_tokens // self.tile)
+        return len(self.tile_tokens)
+
+    @cached_property
+    def tile_tokens(self) -> tuple[int, ...]:
+        """Tokens of each tile."""
+        segments = (self.num_tokens,) if self.segments is None else self.segments
+        return tuple(min(self.tile, n - start) for n in segments for start in range(0, n, self.tile))
 
     def slot_bytes(self, row: tuple[int, ...]) -> int:
         """Exact bytes of one tile, rounded up to whole pages."""
@@ -112,7 +121,7 @@ class SlottedStream:
 
     def read(self, tile: Tile) -> Tensor:
         """The tile, and the one that comes next in this direction is on its way."""
-        slot = tile.start // self._demand.tile
+        slot = tile.index
         ahead, self._ahead = self._ahead, None
         arriving = ahead[1] if ahead is not None and ahead[0] == slot else self._load(slot)
         following = slot + self._direction(slot)
@@ -123,7 +132,7 @@ class SlottedStream:
 
     def write(self, tile: Tile, value: Tensor) -> None:
         """Begins to store the tile; an error of an earlier one shows here, at the latest when the stream is freed."""
-        slot = tile.start // self._demand.tile
+        slot = tile.index
         if self._ahead is not None and self._ahead[0] == slot:
             self._ahead = None
         self._wait_for(slot)
@@ -146,7 +155,7 @@ class SlottedStream:
 
     def _load(self, slot: int) -> Transfer:
         self._wait_for(slot)
-        tokens = min(self._demand.tile, self._demand.num_tokens - slot * self._demand.tile)
+        tokens = self._demand.tile_tokens[slot]
         return self._medium.load(self._offset(slot), (tokens, *self._row), self._demand.dtype)
 
     def _wait_for(self, slot: int) -> None:

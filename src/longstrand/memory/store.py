@@ -21,19 +21,26 @@ from longstrand.memory.streams import DeviceStreams, Streams
 def pass_demand(
     embedding: Float[Tensor, "W D"],
     layers: Sequence[ScanLayer],
-    num_tokens: int,
+    segments: Sequence[int],
     levers: Levers,
     *,
     hc_mult: int,
     keeps_mean: bool,
+    shared: bool = False,
 ) -> Demand:
-    """The streams that a pass has at once: layer inputs of R x D values per token, and the last mean of D."""
+    """The streams that a pass has at once: layer inputs of R x D values per token, and the last mean of D.
+
+    Args:
+        segments: tokens of each segment of this rank.
+        shared: with context ranks a layer goes back in two stages, so that the last one needs a stream for what lies
+            between them; the others have that of the gradient from above.
+    """
     width, first = embedding.shape[1], first_trained(embedding, layers)
     at_once = streams_at_once(len(layers), first, levers.keep_every)
-    rows: dict[tuple[int, ...], int] = {(hc_mult, width): at_once}
+    rows: dict[tuple[int, ...], int] = {(hc_mult, width): at_once + shared}
     if keeps_mean:
         rows[(width,)] = 1
-    return Demand(num_tokens, levers.tile, embedding.dtype, rows)
+    return Demand(sum(segments), levers.tile, embedding.dtype, rows, tuple(segments))
 
 
 def first_trained(embedding: Tensor, layers: Sequence[ScanLayer]) -> int:

@@ -40,9 +40,9 @@ class TileWalk:
     @torch.no_grad()
     def through(self, tokens: Int[Tensor, "T"], tile_size: int, end: ScanEnd) -> Float[Tensor, "T ..."]:
         """What `end` makes of every token of the pack."""
-        out = end.new_output(self.layout.num_tokens)
+        out = end.new_output(self.layout.num_pack_tokens)
         for tile in self.layout.tiles(tile_size):
-            out[tile.rows] = end.forward_tile(self.step(tokens[tile.rows], tile), tile)
+            out[tile.positions] = end.forward_tile(self.step(tokens[tile.positions], tile), tile)
         return out
 
     @torch.no_grad()

@@ -171,7 +171,8 @@ class _DsaRows:
             own = select_own_pools(q, weights, self.pool_keys, tile.num_visible, attention.num_selected)
             pools = torch.where(own < 0, own, own + tile.first_pool[:, None])
         assert pools is not None
-        out, _ = attention.attend(attention.queries(q_resid), latents, None, pools, tile)
+        carry = DsaCarry(latents, self.pool_keys.flatten(0, 1), self.tail.flatten(0, 1))
+        out, _ = attention.attend(attention.queries(q_resid), carry, None, pools, tile)
         return attention.project(out), pools
 
     def _complete_pools(self, indexer: Indexer, h: Tensor, tile: Tile) -> None:

@@ -29,6 +29,9 @@ class DsaCarry:
     latents: Float[Tensor, "N L"]  # by slot; zero where no token is
     pool_keys: Float[Tensor, "P DI"]
     tail: Float[Tensor, "J DI2"]  # keys and gates of the last kpool - 1 tokens
+    rows: Int[Tensor, "P"] | None = (
+        None  # of each pool among the latents, where ranks gathered those of all tokens
+    )
 
 
 class Dsa(nn.Module):
@@ -103,22 +106,25 @@ class Dsa(nn.Module):
     def attend(
         self,
         q: Float[Tensor, "T H L"],
-        latents: Float[Tensor, "N L"],
+        carry: DsaCarry,
         d_latents: Float[Tensor, "N L"] | None,
         pools: Int[Tensor, "T I"],
         tile: Tile,
     ) -> tuple[Tensor, Tensor]:
         """Latent outputs [T, H, L] and the mass of each selected pool [T, I]."""
-        return sparse_attention(q, latents, d_latents, pools, tile.slots, kpool=self.kpool, scale=self.scale)
+        if carry.rows is not None:
+            pools = torch.where(pools < 0, pools, carry.rows.int()[pools.clamp(min=0).long()])
+        slots, scale = tile.slots, self.scale
+        return sparse_attention(q, carry.latents, d_latents, pools, slots, kpool=self.kpool, scale=scale)
 
     def attend_dense(
         self, q: Float[Tensor, "T H L"], latents: Float[Tensor, "N L"], tile: Tile
     ) -> DenseAttention:
-        """The same without selection, for warm-up."""
+        """The same without selection, for warm-up; the latents in the order of the pack."""
         return dense_attention(
             q,
             latents,
-            tile.slots,
+            tile.first_pool * self.kpool + tile.offsets,
             tile.first_pool,
             tile.num_visible,
             kpool=self.kpool,

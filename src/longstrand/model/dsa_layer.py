@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from jaxtyping import Float
@@ -12,26 +12,14 @@ from torch import Tensor
 from longstrand.architecture import Architecture
 from longstrand.memory.borders import Borders
 from longstrand.memory.protocol import Choices, SideLosses, TileGraph
+from longstrand.memory.shared_walk import Read
 from longstrand.memory.tiles import PackLayout, Tile
 from longstrand.model.dsa import Dsa, DsaCarry
+from longstrand.model.dsa_front import DsaFront, DsaOpened
+from longstrand.model.dsa_passage import DsaPassage
 from longstrand.model.index_keys import IndexKeys
-from longstrand.model.layer import Cut, Ends, Layer
+from longstrand.model.layer import Ends, Layer
 from longstrand.ops.mhc import mhc_update
-
-
-@dataclass(frozen=True)
-class _Opened:
-    """A DSA layer's buffers during its walk back, and their gradients in float32."""
-
-    appended: DsaCarry  # after the last tile
-    tails: Borders | None  # None while graphs are kept: they come with their carries
-    d_latents: Tensor  # complete for a tile once all later tiles are done
-    d_pool_keys: Tensor
-
-    def enter_last(self) -> DsaCarry:
-        """The carry that the last tile not yet walked back enters."""
-        assert self.tails is not None
-        return replace(self.appended, tail=self.tails.pop()[0])
 
 
 class DsaLayer(Layer):
@@ -63,7 +51,8 @@ class DsaLayer(Layer):
         choose: bool,
     ) -> tuple[Tensor, DsaCarry]:
         attention = self.self_attn
-        carry = attention.append(h, attention.latents(h), tile, carry)
+        if carry.rows is None:  # otherwise the ranks have gathered all that there is
+            carry = attention.append(h, attention.latents(h), tile, carry)
         q_resid = attention.query_residual(h)
         if side.indexer == "warmup":
             out = attention.attend_dense(attention.queries(q_resid), carry.latents, tile).out
@@ -71,18 +60,18 @@ class DsaLayer(Layer):
             if choose and attention.indexer is not None:
                 choices["pools"].copy_(attention.select(h, q_resid, tile, carry))
             q = attention.queries(q_resid)
-            out, _ = attention.attend(q, carry.latents, None, choices["pools"], tile)
+            out, _ = attention.attend(q, carry, None, choices["pools"], tile)
         return attention.project(out), carry
 
     def keep(self, carry: DsaCarry) -> tuple[()]:
         """Nothing: `reopen` appends again."""
         return ()
 
-    def open(self, carry: DsaCarry) -> _Opened:
+    def open(self, carry: DsaCarry) -> DsaOpened:
         grads = map(self.self_attn.new_gradient, (carry.latents, carry.pool_keys))
-        return _Opened(carry, None, *grads)
+        return DsaOpened(carry, None, *grads)
 
-    def reopen(self, read: Callable[[Tile], Tensor], layout: PackLayout, tile_size: int) -> _Opened:
+    def reopen(self, read: Callable[[Tile], Tensor], layout: PackLayout, tile_size: int) -> DsaOpened:
         attention, carry, tails = self.self_attn, self.start(layout), Borders(layout.num_tiles(tile_size))
         with torch.no_grad():
             for tile in layout.tiles(tile_size):
@@ -91,7 +80,7 @@ class DsaLayer(Layer):
                 carry = attention.append(h, attention.latents(h), tile, carry)
         return replace(self.open(carry), tails=tails)
 
-    def entering(self, kept: Sequence[Tensor], opened: _Opened) -> DsaCarry:
+    def entering(self, kept: Sequence[Tensor], opened: DsaOpened) -> DsaCarry:
         return opened.enter_last()
 
     @torch.enable_grad()
@@ -101,43 +90,66 @@ class DsaLayer(Layer):
         tile: Tile,
         carry: DsaCarry,
         choices: Choices,
-        opened: _Opened,
+        opened: DsaOpened,
         side: SideLosses,
         *,
         choose: bool,
     ) -> TileGraph:
         # Versions of their own: later tiles write to rows that this one does not read.
         entered = replace(carry, latents=carry.latents.data, pool_keys=carry.pool_keys.data)
-        attention, cut, ends, carry = self.self_attn, Cut(x, self.enter_mixer), Ends(), entered
-        h, post, comb = cut.leaves
-        latents, q_resid = attention.latents(h), attention.query_residual(h)
+        front = DsaFront(self, x, tile, entered, opened)
+        carry = entered
         if choose:
             with torch.no_grad():
-                carry = attention.append(h, latents, tile, entered)
-                if attention.indexer is not None:
-                    choices["pools"].copy_(attention.select(h, q_resid, tile, carry))
-        q = attention.queries(q_resid)
-        out, mass = attention.attend(q, carry.latents, opened.d_latents, choices["pools"], tile)
-        keys = None
-        if side.indexer == "sparse" and self.learns_to_select():
-            keys = IndexKeys(attention, h.detach(), tile, entered, opened.d_pool_keys)
-            loss = keys.selected_loss(q_resid.detach(), choices["pools"], mass)
-            side.indexer_kl += float(loss.detach())
-            ends.add(loss, loss.new_tensor(side.indexer_scale))
-        x = mhc_update(cut.x, attention.project(out), post, comb)
-        y = self.feed_forward(x, choices, side, choose=choose, ends=ends)
+                carry = self.self_attn.append(front.h, front.latents, tile, entered)
+        y, ends = self.rest(front, carry, choices, side, choose=choose)
 
         def back(dy: Tensor, d_carry: Tensor | None) -> tuple[Tensor, Tensor | None]:
             ends.walk_back(y, dy)
-            grad = opened.d_latents.index_select(0, tile.slots)
-            torch.autograd.backward(latents, grad.to(latents.dtype))
-            return cut.join(), None if keys is None else keys.walk_back(d_carry)
+            return front.through(d_carry)
 
         return TileGraph(y, carry, back)
 
+    def rest(
+        self, front: DsaFront, carry: DsaCarry, choices: Choices, side: SideLosses, *, choose: bool
+    ) -> tuple[Tensor, Ends]:
+        """From a tile's front, once its latents are among those of the carry, to the layer's output and open ends."""
+        attention, tile, opened, ends = self.self_attn, front.tile, front.opened, Ends()
+        h, post, comb = front.cut.leaves
+        q_resid = attention.query_residual(h)
+        if choose and attention.indexer is not None:
+            with torch.no_grad():
+                choices["pools"].copy_(attention.select(h, q_resid, tile, carry))
+        q = attention.queries(q_resid)
+        out, mass = attention.attend(q, carry, opened.d_latents, choices["pools"], tile)
+        if side.indexer == "sparse" and self.learns_to_select():
+            keys = front.learn(carry)
+            loss = keys.selected_loss(q_resid.detach(), choices["pools"], mass)
+            side.indexer_kl += float(loss.detach())
+            ends.add(loss, loss.new_tensor(side.indexer_scale))
+        x = mhc_update(front.cut.x, attention.project(out), post, comb)
+        return self.feed_forward(x, choices, side, choose=choose, ends=ends), ends
+
+    def meet(
+        self, read: Read, layout: PackLayout, tile_size: int, side: SideLosses, *, keeps_fronts: bool
+    ) -> DsaPassage:
+        """The first of two passes forward where ranks share a pack; see `DsaPassage`."""
+        return DsaPassage(self, read, layout, tile_size, side, keeps_fronts=keeps_fronts)
+
+    def meet_again(
+        self, passage: DsaPassage, read: Read, layout: PackLayout, tile_size: int, side: SideLosses
+    ) -> DsaPassage:
+        """On the way back: latents and pool keys are gathered anew."""
+        return self.meet(read, layout, tile_size, side, keeps_fronts=False)
+
     @torch.enable_grad()
     def warm_up_tile(
-        self, x: Float[Tensor, "T R D"], tile: Tile, d_carry: Tensor | None, opened: _Opened, side: SideLosses
+        self,
+        x: Float[Tensor, "T R D"],
+        tile: Tile,
+        d_carry: Tensor | None,
+        opened: DsaOpened,
+        side: SideLosses,
     ) -> Tensor:
         attention, carry = self.self_attn, opened.enter_last()
         with torch.no_grad():
@@ -145,4 +157,4 @@ class DsaLayer(Layer):
             q_resid = attention.query_residual(h)
         keys = IndexKeys(attention, h, tile, carry, opened.d_pool_keys)
         torch.autograd.backward(*keys.dense_loss(q_resid, side))
-        return keys.walk_back(d_carry)
+        return keys.walk_back(d_carry, opened.d_keys(keys.pools))

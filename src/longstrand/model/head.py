@@ -28,12 +28,12 @@ class LogprobEnd:
         self._scale, self._head, self._targets, self._eps = scale, head, targets, eps
 
     def new_output(self, num_tokens: int) -> Float[Tensor, "T"]:
-        """float32, or float64 for a float64 model."""
-        return self._head.new_empty(num_tokens, dtype=wide_dtype(self._head.dtype), requires_grad=False)
+        """float32, or float64 for a float64 model; 0 where no tile of this rank writes."""
+        return self._head.new_zeros(num_tokens, dtype=wide_dtype(self._head.dtype), requires_grad=False)
 
     def forward_tile(self, mean: Float[Tensor, "T D"], tile: Tile) -> Float[Tensor, "T"]:
         hidden = rms_norm(mean, self._scale, self._eps)
-        return token_logprobs(hidden, self._head, self._targets[tile.rows])
+        return token_logprobs(hidden, self._head, self._targets[tile.positions])
 
     @torch.enable_grad()
     def backward_tile(

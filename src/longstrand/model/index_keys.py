@@ -21,8 +21,7 @@ class IndexKeys:
         attention: a layer with an indexer.
         h: the mixer's input [T, D], detached: this loss reaches the indexer only.
         carry: what the tile enters; its pool keys are those of the whole pack.
-        d_pool_keys: float32 gradient of all pool keys [P, DI]; complete for a tile's own pools once all later tiles
-            have added to it.
+        d_pool_keys: float32 gradient of all pool keys [P, DI], which the losses of tiles add to.
     """
 
     def __init__(self, attention: Dsa, h: Tensor, tile: Tile, carry: DsaCarry, d_pool_keys: Tensor) -> None:
@@ -60,9 +59,8 @@ class IndexKeys:
         side.indexer_kl += loss
         return [q, weights], [dq, d_weights]
 
-    def walk_back(self, d_tail_after: Tensor | None) -> Tensor:
+    def walk_back(self, d_tail_after: Tensor | None, d_keys: Tensor) -> Tensor:
         """Sends the complete gradient of this tile's pool keys on; returns that of the tail before it."""
-        d_keys = self.d_pool_keys.index_select(0, self.pools)
         roots, grads = [self.keys], [d_keys.to(self.keys.dtype)]
         if d_tail_after is not None:
             roots.append(self.tail_after)

@@ -16,6 +16,9 @@ from longstrand.ops.norm import gated_rms_norm
 from longstrand.ops.precision import wide, wide_dtype
 from longstrand.ops.short_conv import short_conv, short_conv_step
 
+Rule = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+"""q, k, v, log decay and beta."""
+
 
 @dataclass(frozen=True)
 class KdaCarry:
@@ -54,12 +57,40 @@ class Kda(nn.Module):
 
     def forward(self, h: Float[Tensor, "T D"], tile: Tile, carry: KdaCarry) -> tuple[Tensor, KdaCarry]:
         """Mixes one tile with what came before it in its documents."""
+        rule, tail = self.rule(h, tile, carry.tail)
+        out, state = self.recur(rule, tile, carry.state)
+        return self.project(h, out), KdaCarry(tail, state)
+
+    def rule(self, h: Float[Tensor, "T D"], tile: Tile, tail: Float[Tensor, "B J1 C"]) -> tuple[Rule, Tensor]:
+        """The delta rule's inputs of a tile, each with a batch dim of 1, and the convolution's tail for the next."""
         inputs = self.conv_inputs(h).unsqueeze(0)
-        mixed, tail = short_conv(inputs, self.conv_taps(), carry.tail, tile.offsets)
+        mixed, tail = short_conv(inputs, self.conv_taps(), tail, tile.offsets)
         q, k, v, g, beta = (part.unsqueeze(0) for part in self.rule_inputs(h, mixed[0]))
-        first = None if tile.first is None else tile.first.unsqueeze(0)
-        out, state = kda(q, k, v, g, beta, carry.state, first)
-        return self.project(h, out[0]), KdaCarry(tail, state)
+        return (q, k, v, g, beta), tail
+
+    def recur(
+        self, rule: Rule, tile: Tile, state: Float[Tensor, "B H K V"]
+    ) -> tuple[Float[Tensor, "T H V"], Float[Tensor, "B H K V"]]:
+        """The recurrence's output and the state after the tile."""
+        out, state = kda(*rule, state, None if tile.first is None else tile.first.unsqueeze(0))
+        return out[0], state
+
+    def start_summary(self) -> Float[Tensor, "B H K KV"]:
+        """[A | B] of no token: the identity, and nothing added."""
+        state = self.start().state
+        eye = torch.eye(self.head_dim, dtype=state.dtype, device=state.device)
+        return torch.cat([eye.expand_as(state), state], dim=-1)
+
+    def summarise(
+        self, rule: Rule, tile: Tile, summary: Float[Tensor, "B H K KV"]
+    ) -> Float[Tensor, "B H K KV"]:
+        """[A | B] of the tokens so far, with S_out = A S_in + B for whatever state S_in they enter.
+
+        The recurrence itself, over the state [A | B] with the values [0 | v].
+        """
+        q, k, v, g, beta = rule
+        values = torch.cat([torch.zeros_like(v), v], dim=-1)
+        return self.recur((q, k, values, g, beta), tile, summary)[1]
 
     def step(self, h: Float[Tensor, "B D"], carry: KdaCarry) -> Tensor:
         """The next token of each of B documents; their carries move on in place."""

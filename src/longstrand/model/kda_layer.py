@@ -10,10 +10,11 @@ from torch import Tensor
 
 from longstrand.architecture import Architecture
 from longstrand.memory.protocol import Choices, SideLosses, TileGraph
+from longstrand.memory.shared_walk import Read
 from longstrand.memory.tiles import PackLayout, Tile
-from longstrand.model.index_keys import gradient_of
 from longstrand.model.kda import Kda, KdaCarry
-from longstrand.model.layer import Cut, Ends, Layer
+from longstrand.model.kda_passage import KdaFront, KdaPassage
+from longstrand.model.layer import Ends, Layer
 from longstrand.ops.mhc import mhc_update
 
 
@@ -66,18 +67,32 @@ class KdaLayer(Layer):
         *,
         choose: bool,
     ) -> TileGraph:
-        cut, before, ends = Cut(x, self.enter_mixer), carry.leaf(), Ends()
-        h, post, comb = cut.leaves
-        out, after = self.self_attn(h, tile, before)
-        x = mhc_update(cut.x, out, post, comb)
-        y = self.feed_forward(x, choices, side, choose=choose, ends=ends)
+        front = KdaFront(self, x, tile, carry.tail)
+        front.recur(carry.state)
+        y, ends = self.rest(front, choices, side, choose=choose)
 
         def back(dy: Tensor, d_carry: KdaCarry | None) -> tuple[Tensor, KdaCarry]:
-            if d_carry is not None:
-                ends.add(after.tail, d_carry.tail)
-                ends.add(after.state, d_carry.state)
             ends.walk_back(y, dy)
-            grads = (gradient_of(before.tail), gradient_of(before.state))
-            return cut.join(), KdaCarry(*grads)
+            return front.through(d_carry)
 
-        return TileGraph(y, KdaCarry(after.tail.detach(), after.state.detach()), back)
+        return TileGraph(y, front.carry, back)
+
+    def rest(
+        self, front: KdaFront, choices: Choices, side: SideLosses, *, choose: bool
+    ) -> tuple[Tensor, Ends]:
+        """From the recurrence's output to the layer's, and its open ends."""
+        h, post, comb = front.cut.leaves
+        x, ends = mhc_update(front.cut.x, self.self_attn.project(h, front.out), post, comb), Ends()
+        return self.feed_forward(x, choices, side, choose=choose, ends=ends), ends
+
+    def meet(
+        self, read: Read, layout: PackLayout, tile_size: int, side: SideLosses, *, keeps_fronts: bool
+    ) -> KdaPassage:
+        """The first of two passes forward where ranks share a pack; see `KdaPassage`."""
+        return KdaPassage(self, read, layout, tile_size, side, keeps_fronts=keeps_fronts)
+
+    def meet_again(
+        self, passage: KdaPassage, read: Read, layout: PackLayout, tile_size: int, side: SideLosses
+    ) -> KdaPassage:
+        """On the way back: what was exchanged is still there."""
+        return passage

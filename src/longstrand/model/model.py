@@ -12,7 +12,7 @@ from longstrand.architecture import Architecture
 from longstrand.data.pack import Pack
 from longstrand.memory import Levers, ScanEnd, ScanLayer, SideLosses, TileWalk, scan_layers
 from longstrand.memory.store import pass_demand
-from longstrand.memory.tiles import PackLayout
+from longstrand.memory.tiles import PackLayout, Shard
 from longstrand.model.dsa_layer import DsaLayer
 from longstrand.model.head import LogprobEnd
 from longstrand.model.hf import SourceInfo, keeps_float32
@@ -22,6 +22,7 @@ from longstrand.ops import kda, mhc, select
 from longstrand.ops.native import has_kernel
 from longstrand.ops.norm import rms_norm
 from longstrand.ops.precision import wide, wide_dtype
+from longstrand.parallel import Axis, deal
 
 GROUPS = (  # first match wins
     ("embedding", ("embed_tokens.",)),
@@ -42,6 +43,8 @@ class Model(nn.Module):
         super().__init__()
         self.architecture = shape = architecture
         self.source: SourceInfo | None = None  # where the weights came from: dtypes, tensors kept aside
+        self.context: Axis = Axis("context")  # who shares each pack; see `parallelize`
+        self.segments: int | None = None  # per rank; None: as many as balance attention
         self.embed_tokens = Linear(shape.hidden_size, shape.vocab_size)
         kinds = {"linear_attention": KdaLayer, "indexed_attention": DsaLayer}
         self.layers = nn.ModuleList(kinds[kind](shape, index) for index, kind in enumerate(shape.layer_types))
@@ -81,7 +84,7 @@ class Model(nn.Module):
             side: side losses and counts of this pass; see `SideLosses`.
 
         Returns:
-            float32, or float64 for a float64 model.
+            float32, or float64 for a float64 model; where ranks share the pack, 0 for the tokens of the others.
         """
         scale: Tensor = self.norm.weight
         head: Tensor = self.lm_head.weight
@@ -99,19 +102,25 @@ class Model(nn.Module):
             self.embed_tokens.weight,
             pack.tokens.to(device),
             self._scan_layers(),
-            PackLayout(pack.starts, self.architecture.index_kpool, device),
+            PackLayout(pack.starts, self.architecture.index_kpool, device, self._shard(pack)),
             hc_mult=self.architecture.hc_mult,
             levers=levers,
             side=side,
             end=end,
         )
 
+    def _shard(self, pack: Pack) -> Shard | None:
+        """This rank's part of a pack; None where no other rank shares it."""
+        if self.context.size == 1:
+            return None
+        return Shard(self.context, deal(pack.starts.tolist(), self.context.size, self.segments))
+
     def stream_bytes(self, num_tokens: int, levers: Levers) -> int:
         """Bytes that the streams of a training pass take wherever the levers put them."""
         demand = pass_demand(
             self.embed_tokens.weight,
             self._scan_layers(),
-            num_tokens,
+            [num_tokens],
             levers,
             hc_mult=self.architecture.hc_mult,
             keeps_mean=True,

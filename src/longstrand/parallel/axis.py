@@ -10,6 +10,10 @@ import torch.distributed as dist
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
+# Older torch has them under other names.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 class Axis:
     """The ranks along one axis; alone, every exchange gives back what it was given.
@@ -38,7 +42,7 @@ class Axis:
         if self.group is None:
             return x
         out = x.new_empty(self.size * len(x), *x.shape[1:])
-        dist.all_gather_into_tensor(out, x.contiguous(), group=self.group)
+        _all_gather(out, x.contiguous(), group=self.group)
         self.received[what] += out.nbytes - x.nbytes
         return out
 
@@ -47,7 +51,7 @@ class Axis:
         if self.group is None:
             return x
         out = x.new_empty(len(x) // self.size, *x.shape[1:])
-        dist.reduce_scatter_tensor(out, x.contiguous(), group=self.group)
+        _reduce_scatter(out, x.contiguous(), group=self.group)
         self.received[what] += (self.size - 1) * out.nbytes
         return out
 

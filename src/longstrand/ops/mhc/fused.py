@@ -67,7 +67,7 @@ class _Gather(torch.autograd.Function):
         iterations: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
         length, streams, _ = x.shape
-        flat = wide(x).reshape(length, -1)
+        flat = wide(x).reshape(length, x.shape[1] * x.shape[2])
         rstd = torch.rsqrt(flat.square().mean(-1) + norm_eps)
         logits = (wide(fn) @ flat.T).mul_(rstd)  # M T
         per_row = wide(scale).repeat_interleave(_sizes(streams, scale.device), output_size=len(base))
@@ -99,7 +99,7 @@ class _Gather(torch.autograd.Function):
         d_logits = d_gates.mul_(per_row[:, None])
         coefficient = (d_logits * logits).sum(0) * rstd.square() / -(streams * width)
         d_logits.mul_(rstd)
-        flat = xw.reshape(length, -1)
+        flat = xw.reshape(length, x.shape[1] * x.shape[2])
         d_fn = (d_logits @ flat).to(fn.dtype) if ctx.needs_input_grad[1] else None
         dx = torch.addmm(flat * coefficient[:, None], d_logits.T, wide(fn)).view(length, streams, width)
         pre = gate[:streams] + ctx.eps

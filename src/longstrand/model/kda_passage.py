@@ -1,0 +1,202 @@
+"""A KDA tile's graph up to the recurrence, and what ranks that share a pack exchange about their segments."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from longstrand.memory.protocol import Choices, SideLosses
+from longstrand.memory.shared_walk import HalvedGraph, Read, read_tails
+from longstrand.memory.tiles import PackLayout, Tile
+from longstrand.model.index_keys import gradient_of
+from longstrand.model.kda import KdaCarry, Rule
+from longstrand.model.layer import Cut
+from longstrand.parallel.affine import AffineScan
+
+if TYPE_CHECKING:
+    from longstrand.model.kda_layer import KdaLayer
+
+
+class KdaFront:
+    """The first half of a tile's graph: hyper-connection, projections, convolution, recurrence.
+
+    Args:
+        tail: the convolution's inputs before the tile.
+        through: False where only the way back to the state is asked for, not that to the input.
+    """
+
+    def __init__(
+        self,
+        layer: KdaLayer,
+        x: Float[Tensor, "T R D"],
+        tile: Tile,
+        tail: Float[Tensor, "B J1 C"],
+        *,
+        through: bool = True,
+    ) -> None:
+        self._attention, self._tile = layer.self_attn, tile
+        with torch.set_grad_enabled(through):
+            self.cut = Cut(x, layer.enter_mixer)
+            self._tail = tail.detach().requires_grad_()
+            self._rule, self.tail_after = self._attention.rule(self.cut.leaves[0], tile, self._tail)
+
+    @torch.enable_grad()
+    def recur(self, state: Float[Tensor, "B H K V"]) -> None:
+        """Goes on from the state that the tile enters."""
+        self._state = state.detach().requires_grad_()
+        self._out, self._state_after = self._attention.recur(self._rule, self._tile, self._state)
+        self.out = self._out.detach().requires_grad_()
+
+    @property
+    def leaves(self) -> Sequence[Tensor]:
+        return (self.cut.x, *self.cut.leaves, self.out)
+
+    @property
+    def rule(self) -> Rule:
+        """The recurrence's inputs, without a graph."""
+        q, k, v, g, beta = (part.detach() for part in self._rule)
+        return q, k, v, g, beta
+
+    @property
+    def carry(self) -> KdaCarry:
+        return KdaCarry(self.tail_after.detach(), self._state_after.detach())
+
+    def d_state(self, d_after: Tensor) -> Tensor:
+        """Gradient of the state before the tile, from those of its output and of the state after it."""
+        outputs, grads = (self._out, self._state_after), (self.out.grad, d_after)
+        (grad,) = torch.autograd.grad(outputs, self._state, grads, retain_graph=True)
+        return grad
+
+    def through(self, d_carry: KdaCarry | None) -> tuple[Tensor, KdaCarry]:
+        assert self.out.grad is not None
+        roots, grads = [self._out], [self.out.grad]
+        if d_carry is not None:
+            roots += [self.tail_after, self._state_after]
+            grads += [d_carry.tail, d_carry.state]
+        torch.autograd.backward(roots, grads)
+        return self.cut.join(), KdaCarry(gradient_of(self._tail), gradient_of(self._state))
+
+
+class KdaPassage:
+    """The recurrence over segments that lie on several ranks.
+
+    Forward: every segment's affine summary, scanned over heads (`AffineScan`), and the convolution's inputs before it.
+    Backward: each segment's own part of its first state's gradient goes the same way, and gives the gradient of its
+    last state; the gradient of the convolution's inputs before it goes to the tokens that they were made of.
+
+    Kept from forward to backward: A of this rank's heads, the state that each segment enters, R D J values of its tail.
+    """
+
+    def __init__(
+        self,
+        layer: KdaLayer,
+        read: Read,
+        layout: PackLayout,
+        tile_size: int,
+        side: SideLosses,
+        *,
+        keeps_fronts: bool,
+    ) -> None:
+        assert layout.shard is not None
+        self._layer, self._side = layer, side
+        self._attention, shard = layer.self_attn, layout.shard
+        self._halo = layout.halo(self._attention.taps - 1)
+        self._fronts: dict[int, KdaFront] = {}
+        segments = layout.segment_tiles(tile_size)
+        like = layer.input_layernorm.weight.new_empty(0, layer.shape.hc_mult, layer.shape.hidden_size)
+        with torch.no_grad():
+            self._tails = read_tails(read, segments, self._halo.tails, like)
+            before = self._halo.fetch(self._conv_inputs(self._tails), "KDA convolution inputs")
+        self._before = [rows.unsqueeze(0) for rows in before]
+        summaries = [self._attention.start_summary()[:0]]
+        for segment in segments:
+            summary, tail = self._attention.start_summary(), self._before[segment.number]
+            for tile in segment:
+                summary, tail = self._summarise(read(tile), tile, summary, tail, keeps_fronts)
+            summaries.append(summary)
+        self._scan = AffineScan(shard.axis, shard.deal.owners, self._attention.heads)
+        self._states = self._scan.forward(torch.cat(summaries))
+        self._d_own = torch.zeros_like(self._states)  # of the state entered, by the segment's own tokens
+        self._d_tails: Tensor = torch.zeros_like(before)
+
+    @property
+    def num_tails(self) -> Sequence[int]:
+        return self._halo.tails
+
+    def entering(self, segment: int) -> KdaCarry:
+        return KdaCarry(self._before[segment], self._states[segment].unsqueeze(0))
+
+    def rest(self) -> None:
+        """All is small, and needed again."""
+
+    def graph(
+        self,
+        tile: Tile,
+        x: Tensor | None,
+        kept: KdaCarry | Sequence[Tensor],
+        choices: Choices,
+        *,
+        choose: bool,
+    ) -> HalvedGraph:
+        carry = kept if isinstance(kept, KdaCarry) else KdaCarry(*kept)
+        front = self._fronts.pop(tile.index, None)
+        if front is None:
+            assert x is not None
+            front = KdaFront(self._layer, x, tile, carry.tail, through=False)
+        front.recur(carry.state)
+        with torch.enable_grad():
+            y, ends = self._layer.rest(front, choices, self._side, choose=choose)
+        return HalvedGraph(y, front.carry, front, lambda dy: ends.walk_back(y, dy))
+
+    @torch.enable_grad()
+    def front(self, tile: Tile, x: Tensor, kept: Sequence[Tensor]) -> KdaFront:
+        carry = KdaCarry(*kept)
+        front = KdaFront(self._layer, x, tile, carry.tail)
+        front.recur(carry.state)
+        return front
+
+    def halved(self, segment: int, front: KdaFront) -> None:
+        own = self._d_own[segment]
+        own.copy_(front.d_state(own.unsqueeze(0))[0])
+
+    def exchange_back(self) -> None:
+        self._d_states = self._scan.backward(self._d_own)
+
+    def leaving(self, segment: int) -> KdaCarry:
+        """Nothing of the tail: its gradient comes by `tails_back`."""
+        tail = torch.zeros_like(self._before[segment])
+        return KdaCarry(tail, self._d_states[segment].unsqueeze(0))
+
+    def entered(self, segment: int, d_carry: KdaCarry) -> None:
+        self._d_tails[segment] = d_carry.tail[0]
+
+    def tails_back(self) -> Float[Tensor, "N R D"]:
+        d_inputs = self._halo.give_back(self._d_tails, "KDA convolution input gradients")
+        if not len(self._tails):  # a rank without tokens
+            return self._tails
+        with torch.enable_grad():
+            cut = Cut(self._tails, self._layer.enter_mixer)
+            inputs = self._attention.conv_inputs(cut.leaves[0])
+        torch.autograd.backward(inputs, d_inputs)
+        return cut.join()
+
+    def _conv_inputs(self, x: Tensor) -> Tensor:
+        return self._attention.conv_inputs(self._layer.enter_mixer(x)[0])
+
+    def _summarise(
+        self, x: Tensor, tile: Tile, summary: Tensor, tail: Tensor, keeps_front: bool
+    ) -> tuple[Tensor, Tensor]:
+        """[A | B] and the convolution's tail after a tile."""
+        if keeps_front:
+            with torch.enable_grad():
+                front = self._fronts[tile.index] = KdaFront(self._layer, x, tile, tail)
+            rule, tail = front.rule, front.tail_after.detach()
+        with torch.no_grad():
+            if not keeps_front:
+                h = self._layer.enter_mixer(x)[0]
+                rule, tail = self._attention.rule(h, tile, tail)
+            return self._attention.summarise(rule, tile, summary), tail
