@@ -128,9 +128,9 @@ class MixtureOfExperts(nn.Module):
         own = self.experts.gate_up_proj, self.experts.down_proj
         if self.spread is None:
             return experts(x, ids, weights, *own, self.limit)
-        return experts_over(self.spread, x, ids, weights, self._apply, own)
+        return experts_over(self.spread, x, ids, weights, self._of_here, own)
 
-    def _apply(self, rows: Tensor, ids: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    def _of_here(self, rows: Tensor, ids: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
         """Each row's expert, of those here, applied to it."""
         one = torch.ones(len(rows), 1, dtype=wide_dtype(rows.dtype), device=rows.device)
         return experts(rows, ids[:, None], one, gate_up, down, self.limit)

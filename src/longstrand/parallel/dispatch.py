@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -79,8 +80,8 @@ def experts_over(
 ) -> Float[Tensor, "T D"]:
     """Weighted sum of each token's experts, wherever they are: sum_a weights[t, a] expert_{ids[t, a]}(x_t).
 
-    All ranks of the axis call it, and walk it back, in the same order; one without tokens (T = 0) takes part. Every pair
-    is computed. The gradients of `params` hold the sums over all ranks of the axis, in float32 or wider.
+    All ranks of the axis call it, and walk it back, in the same order; one without tokens (T = 0) takes part. Every
+    pair is computed. The gradients of `params` hold the sums over all ranks of the axis, in float32 or wider.
 
     Kept for backward: x, ids, weights and n x E counts, whatever the number of rounds. A round holds `receive` rows of
     D values that came (2 D in backward), what `compute` takes for them, and `receive` rows that came back; beside it
@@ -202,7 +203,7 @@ def _rounds(spread: Spread, counts: np.ndarray, ids: Tensor) -> Iterator[_Round]
     first = np.cumsum(cells[rank]) - cells[rank]
     ends = np.cumsum(counts[:, own], axis=1)  # of each expert here, among the rows of a source
     cuts = plan_rounds(cells, spread.receive)
-    for before, after in zip(cuts[:-1], cuts[1:], strict=True):
+    for before, after in pairwise(cuts):
         parts = [order[a:b] for a, b in zip(first + before[rank], first + after[rank], strict=True)]
         local = [
             np.searchsorted(ends[source], np.arange(before[source, rank], after[source, rank]), side="right")
