@@ -177,4 +177,5 @@ def test_a_model_whose_experts_are_whole_says_so():
     assert all(
         part.first == 0 and part.shape == drawn.get_parameter(name).shape for name, part in parts.items()
     )
-    assert spread_experts(model("K"), Axis("expert"), 1) is None
+    assert spread_experts(drawn, Axis("expert"), 1) is None
+    assert expert_parts(drawn) == parts

@@ -174,6 +174,17 @@ def test_what_is_kept_for_backward_does_not_depend_on_the_number_of_rounds():
     assert largest == [1, 4, 52]
 
 
+def test_gradients_of_experts_add_up_over_rounds_in_float32():
+    """600 equal rows, each in a round of its own: a sum in bfloat16 would stay behind from the 256th on."""
+    params = _draw("random", 1, torch.bfloat16)[0]
+    x = torch.ones(600, WIDTH, dtype=torch.bfloat16)
+    ids, weights = torch.zeros(600, 1, dtype=torch.long), torch.ones(600, 1)
+    spread = Spread(Axis("expert"), NUM_EXPERTS, 1)
+    one, all_rows = (_apply(spread, params, (x[:n], ids[:n], weights[:n], x[:n])) for n in (1, 600))
+    for ours, row in zip(all_rows[3:], one[3:], strict=True):
+        torch.testing.assert_close(ours, 600 * row, rtol=1e-4, atol=0)
+
+
 def test_without_a_graph_nothing_is_kept():
     params, parts = _draw("random", 1)
     x, ids, weights, _ = parts[0]

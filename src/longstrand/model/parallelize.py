@@ -37,12 +37,15 @@ def spread_experts(model: nn.Module, axis: Axis, receive: int) -> Spread | None:
         receive: most rows, a token with one of its experts each, that a rank receives at once.
 
     Returns:
-        Where the experts are, shared by all layers, and what it took; None for a model without experts.
+        Where the experts are, shared by all layers, and what a round took; None where nothing moves: for an axis of
+        one rank, which keeps the model as it is, and for a model without experts.
 
     Raises:
         UserError: the axis does not divide the number of experts, or `receive` is less than a row per rank.
     """
     spread: Spread | None = None
+    if axis.size == 1:
+        return spread
     for _, mixture in _mixtures(model):
         assert mixture.spread is None, "the experts are spread already"
         spread = spread or Spread(axis, mixture.num_experts, receive)

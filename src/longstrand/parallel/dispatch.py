@@ -84,8 +84,9 @@ def experts_over(
     pair is computed. The gradients of `params` hold the sums over all ranks of the axis, in float32 or wider.
 
     Kept for backward: x, ids, weights and n x E counts, whatever the number of rounds. A round holds `receive` rows of
-    D values that came (2 D in backward), what `compute` takes for them, and `receive` rows that came back; beside it
-    T x D values in float32 or wider.
+    D values that came (3 D in backward), what `compute` takes for them, and `receive` rows that came back; beside it
+    T x D values in float32 or wider. What moves per pair of a token whose expert is elsewhere: D there and D back, and
+    in backward 2 D + 1 there and D + 1 back.
 
     Args:
         ids: global.
@@ -116,10 +117,8 @@ class _ExpertsOver(torch.autograd.Function):
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
         x, ids, weights, *params = ctx.saved_tensors
         dtype, width = wide_dtype(x.dtype), x.shape[1]
-        dx, d_weights = (
-            torch.zeros_like(x, dtype=dtype),
-            torch.zeros(ids.numel(), dtype=dtype, device=x.device),
-        )
+        dx = torch.zeros_like(x, dtype=dtype)
+        d_weights = torch.zeros(ids.numel(), dtype=dtype, device=x.device)
         leaves = [_leaf(each) for each in params]
         scale = weights.reshape(-1, 1).to(dtype)
         for each in _rounds(ctx.spread, ctx.counts, ids):
@@ -190,9 +189,8 @@ def _count(spread: Spread, ids: Tensor) -> np.ndarray:
     """Pairs of each rank for each expert, as all ranks know them."""
     own = torch.bincount(ids.flatten().long(), minlength=spread.num_experts).int()
     assert len(own) == spread.num_experts, "an expert id beyond the experts"
-    return (
-        spread.axis.gather(own, "expert counts").view(-1, spread.num_experts).cpu().numpy().astype(np.int64)
-    )
+    counts = spread.axis.gather(own, "expert counts").view(-1, spread.num_experts)
+    return counts.cpu().numpy().astype(np.int64)
 
 
 def _rounds(spread: Spread, counts: np.ndarray, ids: Tensor) -> Iterator[_Round]:
@@ -262,5 +260,5 @@ def _as_columns(values: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _from_columns(columns: Tensor, dtype: torch.dtype) -> Tensor:
-    """`_as_columns` undone."""
-    return columns.contiguous().view(dtype)
+    """`_as_columns` undone; on a copy, which begins where a wider value may."""
+    return columns.clone(memory_format=torch.contiguous_format).view(dtype)
