@@ -190,11 +190,10 @@ def human_x(data: Path | None) -> Path | None:
     return path if path is not None and path.exists() else None
 
 
-def skipped(name: str, asked: Any) -> dict[str, Any]:
+def skipped(name: str, asked: Any, issue: str = "B") -> dict[str, Any]:
     """The record of a figure that lacks human X."""
-    reason = (
-        f"needs {HUMAN_X} (Debian package smalt-examples): make figures ISSUE=B DATA=<the folder it is in>"
-    )
+    command = f"make figures ISSUE={issue} DATA=<the folder it is in>"
+    reason = f"needs {HUMAN_X} (Debian package smalt-examples): {command}"
     return {"name": name, "asked": asked, "measured": None, "pass": False, "skipped": reason}
 
 

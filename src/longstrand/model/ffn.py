@@ -11,8 +11,9 @@ from longstrand.architecture import Architecture
 from longstrand.memory.protocol import Choices, SideLosses
 from longstrand.model.linear import Linear
 from longstrand.ops.experts import experts
-from longstrand.ops.precision import wide
+from longstrand.ops.precision import wide, wide_dtype
 from longstrand.ops.swiglu import swiglu
+from longstrand.parallel import Spread, experts_over
 
 
 class Dense(nn.Module):
@@ -55,7 +56,10 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """Weights of all routed experts: gate and up [E, 2F, D], gate first; down [E, D, F]."""
+    """Weights of the routed experts: gate and up [E, 2F, D], gate first; down [E, D, F].
+
+    All of them, or this rank's where `model.parallelize.spread_experts` has cut them.
+    """
 
     def __init__(self, shape: Architecture) -> None:
         super().__init__()
@@ -65,7 +69,11 @@ class Experts(nn.Module):
 
 
 class MixtureOfExperts(nn.Module):
-    """Routed experts plus one shared expert that every token uses."""
+    """Routed experts plus one shared expert that every token uses.
+
+    Attributes:
+        spread: where the routed experts are; None: all of them here.
+    """
 
     def __init__(self, shape: Architecture, layer: int) -> None:
         super().__init__()
@@ -74,6 +82,7 @@ class MixtureOfExperts(nn.Module):
         self.gate, self.experts = Router(shape), Experts(shape)
         inner = shape.moe_intermediate_size * shape.n_shared_experts
         self.shared_experts = Dense(shape.hidden_size, inner, shape.swiglu_limit)
+        self.spread: Spread | None = None
 
     def new_choices(self, num_tokens: int, device: torch.device) -> Choices:
         """Expert ids, 2 bytes each (1 up to 256 experts)."""
@@ -93,10 +102,38 @@ class MixtureOfExperts(nn.Module):
         logits = self.gate.logits(x)
         return self._mix(x, logits, choices["experts"].long()), logits
 
+    def idle(self, side: SideLosses, *, with_grad: bool) -> None:
+        """Takes part, without a token, in what the other ranks of `spread` exchange for one tile.
+
+        Args:
+            with_grad: not the first pass but a recomputed tile, there and back: the experts of this rank receive the
+                gradients of others' tokens.
+        """
+        if self.spread is None:
+            return
+        weight = self.gate.weight
+        with torch.set_grad_enabled(with_grad):
+            x = self.experts.down_proj.new_empty(0, weight.shape[1]).requires_grad_(with_grad)
+            ids = torch.empty(0, self.num_active, dtype=torch.long, device=x.device)
+            if not with_grad:
+                side.count_experts(self.layer, ids, self.num_experts)
+            routed = self._routed(x, ids, wide(x.new_empty(0, self.num_active)))
+        if with_grad:
+            torch.autograd.backward([routed], [torch.empty_like(routed)])
+
     def _mix(self, x: Tensor, logits: Tensor, ids: Tensor) -> Tensor:
-        weights = self.gate.weigh(logits, ids)
-        routed = experts(x, ids, weights, self.experts.gate_up_proj, self.experts.down_proj, self.limit)
-        return routed + self.shared_experts(x)
+        return self._routed(x, ids, self.gate.weigh(logits, ids)) + self.shared_experts(x)
+
+    def _routed(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        own = self.experts.gate_up_proj, self.experts.down_proj
+        if self.spread is None:
+            return experts(x, ids, weights, *own, self.limit)
+        return experts_over(self.spread, x, ids, weights, self._of_here, own)
+
+    def _of_here(self, rows: Tensor, ids: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+        """Each row's expert, of those here, applied to it."""
+        one = torch.ones(len(rows), 1, dtype=wide_dtype(rows.dtype), device=rows.device)
+        return experts(rows, ids[:, None], one, gate_up, down, self.limit)
 
 
 def aux_loss(logits: Float[Tensor, "T E"], side: SideLosses) -> Float[Tensor, ""]:
