@@ -31,6 +31,7 @@ from longstrand.memory.streams import Stream, Streams
 from longstrand.memory.tile_walk import TileWalk
 from longstrand.memory.tiles import PackLayout, Tile
 from longstrand.ops.precision import wide_dtype
+from longstrand.parallel import local_part
 
 
 def scan_layers(
@@ -110,10 +111,10 @@ class _Walk:
         return out
 
     def weights(self) -> Iterator[Tensor]:
-        """All that the pass computes with, trained or not."""
+        """All that the pass computes with, trained or not; of a sharded weight the rows that an optimizer moves."""
         yield self.embedding
         for layer in self.layers:
-            yield from layer.parameters()
+            yield from map(local_part, layer.parameters())
         yield from self.end.parameters()
 
     def _open_store(self) -> Streams:
@@ -157,6 +158,7 @@ class _Walk:
         if not kept:
             self.choices.pop(index - 1, None)
         carry, opened = layer.start(self.layout), None
+        layer.gather_weights()
         if kept and self.levers.recompute:
             self.borders[index] = Borders(self.layout.num_tiles(self.levers.tile))
         elif kept:
@@ -172,6 +174,7 @@ class _Walk:
                     self.borders[index].push(layer.keep(carry))
                 y, carry = layer.forward_tile(x, tile, carry, rows, side, choose=True)
             put(tile, y)
+        layer.free_weights()
 
     def _finish(self, out: Tensor, tile: Tile, y: Tensor) -> None:
         mean = y.mean(dim=1)
@@ -208,6 +211,7 @@ class _Walk:
         """Walks one layer back; its input's stream then holds the gradient of that input."""
         stream, d_carry = self.inputs.pop(index, None), None
         graphs = self._graphs_back(index, stream)
+        self.layers[index].gather_weights()
         for tile in self.layout.tiles_back(self.levers.tile):
             dx, d_carry = next(graphs).back(above(tile), d_carry)
             if index > self.first and stream is not None:
@@ -215,6 +219,8 @@ class _Walk:
             elif self.d_embedding is not None:
                 total = dx.to(self.d_embedding.dtype).sum(dim=1)
                 self.d_embedding.index_add_(0, self.tokens[tile.rows], total)
+        self.layers[index].reduce_gradients()
+        self.layers[index].free_weights()
         return stream
 
     def _graphs_back(self, index: int, stream: Stream | None) -> Iterator[TileGraph]:
@@ -248,10 +254,12 @@ class _Walk:
         for below in range(start, index):
             layer, choices, above = self.layers[below], self.choices[below], self._new_stream()
             carry = layer.start(self.layout)
+            layer.gather_weights()
             for tile in self.layout.tiles(self.levers.tile):
                 x, rows = self._read(stream, tile), _rows(choices, tile)
                 y, carry = layer.forward_tile(x, tile, carry, rows, self.side, choose=False)
                 above.write(tile, y)
+            layer.free_weights()
             self.inputs[below + 1] = stream = above
 
     def _warm_up(self) -> None:
@@ -261,9 +269,12 @@ class _Walk:
             if layer.learns_to_select():
                 self._rebuild_input(index)
                 read = partial(self._read, self.inputs.get(index))
+                layer.gather_weights()
                 opened, d_carry = layer.reopen(read, self.layout, self.levers.tile), None
                 for tile in self.layout.tiles_back(self.levers.tile):
                     d_carry = layer.warm_up_tile(read(tile), tile, d_carry, opened, self.side)
+                layer.reduce_gradients()
+                layer.free_weights()
             if (done := self.inputs.pop(index, None)) is not None:
                 done.free()
             del self.choices[index], self.borders[index]

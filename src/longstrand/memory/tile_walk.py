@@ -53,5 +53,7 @@ class TileWalk:
         for index, layer in enumerate(self.layers):
             choices = layer.new_choices(len(tile), x.device, choices)
             carry = self.carries[index]
+            layer.gather_weights()
             x, self.carries[index] = layer.forward_tile(x, tile, carry, choices, self.side, choose=True)
+            layer.free_weights()
         return x.mean(dim=1)

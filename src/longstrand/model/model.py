@@ -18,6 +18,7 @@ from longstrand.model.head import LogprobEnd
 from longstrand.model.hf import SourceInfo, keeps_float32
 from longstrand.model.kda_layer import KdaLayer
 from longstrand.model.linear import Linear, Norm
+from longstrand.model.shards import Shards
 from longstrand.ops import kda, mhc, select
 from longstrand.ops.native import has_kernel
 from longstrand.ops.norm import rms_norm
@@ -41,6 +42,7 @@ class Model(nn.Module):
     def __init__(self, architecture: Architecture) -> None:
         super().__init__()
         self.architecture = shape = architecture
+        self.shards: Shards | None = None  # of what is no layer's, where ranks hold parts of the weights
         self.source: SourceInfo | None = None  # where the weights came from: dtypes, tensors kept aside
         self.embed_tokens = Linear(shape.hidden_size, shape.vocab_size)
         kinds = {"linear_attention": KdaLayer, "indexed_attention": DsaLayer}
@@ -63,9 +65,13 @@ class Model(nn.Module):
         self, pack: Pack, levers: Levers = Levers(), side: SideLosses | None = None
     ) -> Float[Tensor, "T D"]:
         """The last hidden state, after the final norm, of every token of the pack."""
-        mean = self._scan(pack, levers, side or SideLosses(), None)
-        scale = self.norm.weight.detach() if _warms_up(side) else self.norm.weight
-        return rms_norm(mean, scale, self.architecture.rms_norm_eps)
+
+        def run() -> Tensor:
+            mean = self._scan(pack, levers, side or SideLosses(), None)
+            scale = self.norm.weight.detach() if _warms_up(side) else self.norm.weight
+            return rms_norm(mean, scale, self.architecture.rms_norm_eps)
+
+        return run() if self.shards is None else self.shards.around(run)
 
     def token_logprobs(
         self, pack: Pack, levers: Levers = Levers(), side: SideLosses | None = None
@@ -83,12 +89,16 @@ class Model(nn.Module):
         Returns:
             float32, or float64 for a float64 model.
         """
-        scale: Tensor = self.norm.weight
-        head: Tensor = self.lm_head.weight
-        if _warms_up(side):
-            scale, head = scale.detach(), head.detach()
-        end = LogprobEnd(scale, head, pack.targets.to(head.device), self.architecture.rms_norm_eps)
-        return self._scan(pack, levers, side or SideLosses(), end)
+
+        def run() -> Tensor:
+            scale: Tensor = self.norm.weight
+            head: Tensor = self.lm_head.weight
+            if _warms_up(side):
+                scale, head = scale.detach(), head.detach()
+            end = LogprobEnd(scale, head, pack.targets.to(head.device), self.architecture.rms_norm_eps)
+            return self._scan(pack, levers, side or SideLosses(), end)
+
+        return run() if self.shards is None else self.shards.around(run)
 
     def _scan(self, pack: Pack, levers: Levers, side: SideLosses, end: ScanEnd | None) -> Tensor:
         largest = max(int(pack.tokens.max()), int(pack.targets.max()))
@@ -160,7 +170,8 @@ def _warms_up(side: SideLosses | None) -> bool:
 
 def kernels(model: Model) -> dict[str, str]:
     """Which implementation runs each op, as the ops decide it themselves for this model's dtype and shape."""
-    shape, x = model.architecture, model.embed_tokens.weight[:1]  # a row in the dtype of what flows
+    shape, weight = model.architecture, model.embed_tokens.weight
+    x = torch.empty(1, shape.hidden_size, dtype=weight.dtype, device=weight.device)  # a row of what flows
     kept = wide(x)  # and one of what is kept wide
     forms = {
         "kda": ("chunked", kda.in_kernel(x, kept)),

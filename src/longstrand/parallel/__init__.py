@@ -2,7 +2,18 @@
 
 from longstrand.parallel.axis import Axis
 from longstrand.parallel.mesh import Mesh, make_mesh, one_process
+from longstrand.parallel.parts import like_sharded, local_part
 from longstrand.parallel.processes import run_ranks
 from longstrand.parallel.segments import Deal, deal
 
-__all__ = ["Axis", "Deal", "Mesh", "deal", "make_mesh", "one_process", "run_ranks"]
+__all__ = [
+    "Axis",
+    "Deal",
+    "Mesh",
+    "deal",
+    "like_sharded",
+    "local_part",
+    "make_mesh",
+    "one_process",
+    "run_ranks",
+]
