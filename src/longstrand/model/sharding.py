@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import cast
 
-import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -13,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from longstrand.model.ffn import MixtureOfExperts
 from longstrand.model.layer import Layer
 from longstrand.model.model import Model
-from longstrand.model.shards import Shards, ShardedWeight
+from longstrand.model.shards import ShardedWeight, Shards
 from longstrand.parallel import Axis, Mesh
 
 
@@ -31,9 +30,7 @@ def shard_weights(model: Model, mesh: Mesh) -> Model:
     """
     if mesh.devices is None or mesh.expert_devices is None:
         return model
-    everywhere = DeviceMesh(
-        mesh.devices.device_type, torch.arange(mesh.world.size), mesh_dim_names=("world",)
-    )
+    everywhere = mesh.view("world", mesh.devices.device_type)
     replicas = mesh.expert_devices["expert_replicas"]
     whole = {p for p in model.parameters() if p.dtype != model.embed_tokens.weight.dtype}
     for layer in model.layers:

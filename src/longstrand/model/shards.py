@@ -98,9 +98,8 @@ class Shards:
             trained = [weight for weight in self.weights if weight.axis is axis and weight.part.requires_grad]
             if trained:
                 _scatter(trained, axis)
-        trained = [index for index, weight in enumerate(self.replicated) if weight.requires_grad]
-        if trained:
-            self._sum_replicated(trained)
+        if numbers := [number for number, weight in enumerate(self.replicated) if weight.requires_grad]:
+            self._sum_replicated(numbers)
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
@@ -118,13 +117,13 @@ class Shards:
         with self.gathered():
             return run()
 
-    def _sum_replicated(self, trained: Sequence[int]) -> None:
+    def _sum_replicated(self, numbers: Sequence[int]) -> None:
         assert self._before is not None
-        mine = [_gradient(self.replicated[index]) for index in trained]
+        mine = [_gradient(self.replicated[number]) for number in numbers]
         flat = self.world.sum(torch.cat([gradient.flatten() for gradient in mine]), "gradients")
-        for index, values in zip(trained, flat.split([gradient.numel() for gradient in mine]), strict=True):
-            before, total = self._before[index], values.view(self.replicated[index].shape)
-            self._before[index] = total if before is None else before + total
+        for number, values in zip(numbers, flat.split([gradient.numel() for gradient in mine]), strict=True):
+            before, total = self._before[number], values.view(self.replicated[number].shape)
+            self._before[number] = total if before is None else before + total
 
 
 class _Around(torch.autograd.Function):

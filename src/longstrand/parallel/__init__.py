@@ -2,7 +2,7 @@
 
 from longstrand.parallel.axis import Axis
 from longstrand.parallel.mesh import Mesh, make_mesh, one_process
-from longstrand.parallel.parts import like_sharded, local_part
+from longstrand.parallel.parts import as_stored, like_sharded, local_part
 from longstrand.parallel.processes import run_ranks
 from longstrand.parallel.segments import Deal, deal
 
@@ -10,6 +10,7 @@ __all__ = [
     "Axis",
     "Deal",
     "Mesh",
+    "as_stored",
     "deal",
     "like_sharded",
     "local_part",

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
+
+from longstrand.parallel.mesh import Mesh
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -25,5 +27,27 @@ def like_sharded(values: Tensor, parameter: Tensor) -> Tensor:
         parameter.placements,
         run_check=False,
         shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+
+
+def as_stored(values: Tensor, parameter: Tensor, mesh: Mesh) -> Tensor:
+    """This rank's rows as a checkpoint sees them: with all experts in one tensor, on the device of the rows.
+
+    Args:
+        values: not a copy; a checkpoint is loaded into them.
+        parameter: the one they belong to; the rows themselves are returned where it is not sharded.
+    """
+    if not isinstance(parameter, DTensor):
+        return values
+    spread = parameter.device_mesh.mesh_dim_names == ("expert_replicas",)
+    view = mesh.view("expert" if spread else "world", values.device.type)
+    rows = parameter.shape[0] * (mesh.expert.size if spread else 1)
+    return DTensor.from_local(
+        values,
+        view,
+        [Shard(0)] * view.ndim,
+        run_check=False,
+        shape=torch.Size([rows, *parameter.shape[1:]]),
         stride=parameter.stride(),
     )
