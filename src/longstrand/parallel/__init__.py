@@ -1,5 +1,6 @@
 """Many ranks: the mesh and what ranks exchange. Knows tensors and groups, not our layers."""
 
+from longstrand.parallel.agreement import on_first, together
 from longstrand.parallel.axis import Axis
 from longstrand.parallel.mesh import Mesh, make_mesh, one_process
 from longstrand.parallel.parts import as_stored, like_sharded, local_part
@@ -15,6 +16,8 @@ __all__ = [
     "like_sharded",
     "local_part",
     "make_mesh",
+    "on_first",
     "one_process",
     "run_ranks",
+    "together",
 ]
