@@ -12,7 +12,7 @@ from longstrand.data import Pack
 from longstrand.memory import Levers
 from longstrand.model import load_model
 from longstrand.model.sharding import shard_weights
-from longstrand.parallel import make_mesh, one_process, run_ranks
+from longstrand.parallel import as_stored, local_part, make_mesh, one_process, run_ranks
 from longstrand.train import optimizer as optimizers
 from longstrand.train.optimizer import Optimizer, freeze_all_but, trained_names
 from longstrand.train.step import _clip
@@ -158,3 +158,76 @@ def _bytes_held():
         if type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.dtype == torch.float64
     }
     return sum(storages.values()), total
+
+
+def _scores():
+    mesh = make_mesh(data=2, context=1, expert=1)
+    model = shard_weights(_model(torch.float64, False, ["all"]), mesh)
+    with torch.no_grad():
+        return model.token_logprobs(PACKS[mesh.data.rank], Levers(tile=5)), model.hidden(
+            PACKS[0], Levers(tile=5)
+        )
+
+
+def test_ranks_score_packs_of_different_lengths_without_gradients():
+    alone = _model(torch.float64, False, ["all"])
+    with torch.no_grad():
+        for rank, (scores, hidden) in enumerate(run_ranks(2, _scores, start="fork", timeout=100)):
+            torch.testing.assert_close(
+                scores, alone.token_logprobs(PACKS[rank], Levers(tile=5)), rtol=0, atol=0
+            )
+            torch.testing.assert_close(hidden, alone.hidden(PACKS[0], Levers(tile=5)), rtol=0, atol=0)
+
+
+def _changed_between():
+    mesh = make_mesh(data=2, context=1, expert=1)
+    model = shard_weights(_model(torch.float64, False, ["all"]), mesh)
+    logprobs = model.token_logprobs(PACKS[0], Levers(tile=8))
+    with torch.no_grad():
+        local_part(model.get_parameter("layers.2.mlp.shared_experts.up_proj.weight")).mul_(1.5)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        logprobs.sum().backward()
+
+
+def test_a_weight_changed_between_a_pass_and_its_way_back_is_refused():
+    run_ranks(2, _changed_between, start="fork", timeout=100)
+
+
+def _experts_over_two_axes():
+    """Four ranks, two of which hold the same half of the experts; gradients are set by hand."""
+    mesh = make_mesh(data=4, context=1, expert=2)
+    model = _model(torch.float64, False, ["all"])
+    names = trained_names(model.groups(), settings())
+    layer = next(layer for layer in model.layers if hasattr(layer.mlp, "experts"))
+    experts = layer.mlp.experts
+    for each in model.layers:
+        for name, parameter in list(getattr(each.mlp, "experts", torch.nn.Module()).named_parameters()):
+            first = mesh.expert.rank * len(parameter) // 2
+            cut = parameter.detach()[first : first + len(parameter) // 2].clone()
+            setattr(each.mlp.experts, name, torch.nn.Parameter(cut))
+    shard_weights(model, mesh)
+    optimizer = Optimizer(model, names, settings(), mesh=mesh)
+    layer.gather_weights()
+    experts.down_proj.grad = torch.full_like(experts.down_proj, 1.0 + mesh.world.rank)
+    layer.post_attention_layernorm.weight.grad = torch.ones_like(layer.post_attention_layernorm.weight)
+    layer.reduce_gradients()
+    layer.free_weights()
+    (name,) = [name for name, p in model.named_parameters() if p is experts.down_proj]
+    norms = {each: norm for each, norm in optimizer.norms().items() if norm}
+    stored = as_stored(optimizer.gradients()[name], experts.down_proj, mesh)
+    weight = as_stored(local_part(experts.down_proj), experts.down_proj, mesh)
+    return name, norms, stored.full_tensor(), weight.full_tensor()
+
+
+def test_experts_on_their_own_axis_are_summed_over_those_that_hold_the_same():
+    alone = dict(_model(torch.float64, False, ["all"]).named_parameters())
+    for name, norms, gradient, weight in run_ranks(4, _experts_over_two_axes, start="fork", timeout=100):
+        expected = torch.empty_like(alone[name], requires_grad=False)
+        half = len(expected) // 2
+        expected[:half], expected[half:] = 1.0 + 3.0, 2.0 + 4.0  # of ranks 0 and 2, 1 and 3
+        torch.testing.assert_close(gradient, expected, rtol=0, atol=0)
+        assert torch.equal(weight, alone[name])
+        norm = name.replace("mlp.experts.down_proj", "post_attention_layernorm.weight")
+        assert norms == pytest.approx(
+            {name: float(expected.norm()), norm: 4 * len(alone[norm]) ** 0.5}, rel=1e-12
+        )

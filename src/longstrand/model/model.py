@@ -105,16 +105,27 @@ class Model(nn.Module):
         if largest >= self.architecture.vocab_size:
             raise ValueError(f"token {largest} is beyond the vocabulary of {self.architecture.vocab_size}")
         device = self.norm.weight.device
-        return scan_layers(
+        layout = PackLayout(pack.starts, self.architecture.index_kpool, device)
+        rounds = 0 if torch.is_grad_enabled() else self._rounds_of_others(layout.num_tiles(levers.tile))
+        out = scan_layers(
             self.embed_tokens.weight,
             pack.tokens.to(device),
             self._scan_layers(),
-            PackLayout(pack.starts, self.architecture.index_kpool, device),
+            layout,
             hc_mult=self.architecture.hc_mult,
             levers=levers,
             side=side,
             end=end,
         )
+        for _ in range(rounds):
+            for layer in self._scan_layers():
+                layer.gather_weights()
+                layer.free_weights()
+        return out
+
+    def _rounds_of_others(self, num_tiles: int) -> int:
+        """Without gradients each tile gathers every layer: how many more tiles than here another rank has."""
+        return 0 if self.shards is None else self.shards.world.largest(num_tiles) - num_tiles
 
     def stream_bytes(self, num_tokens: int, levers: Levers) -> int:
         """Bytes that the streams of a training pass take wherever the levers put them."""
