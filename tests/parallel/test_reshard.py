@@ -2,8 +2,10 @@
 
 import dataclasses
 import errno
+import json
 import os
 import signal
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,7 +21,7 @@ from longstrand.model.sharding import shard_weights
 from longstrand.parallel import make_mesh, on_first, run_ranks, together
 from longstrand.state import latest_checkpoint, load_checkpoint, save_checkpoint
 from longstrand.train.optimizer import Optimizer, freeze_all_but, trained_names
-from longstrand.train.saving import Training
+from longstrand.train.saving import Training, restore, save
 
 ODD = dataclasses.replace(TINY, vocab_size=29)  # rows that 2, 3 and 4 ranks do not share evenly
 PACKS = [Pack.from_documents(documents(length, seed=length)) for length in (11, 18)]
@@ -41,7 +43,7 @@ def _step(training):
     loss, share = 0.0, 1 / training.optimizer.mesh.world.size
     for pack in PACKS:
         clipped = dataclasses.replace(pack, tokens=pack.tokens % 29, targets=pack.targets % 29)
-        part = -(training.model.token_logprobs(clipped, Levers(tile=8)).double() * clipped.weight).sum()
+        part = -(training.model.token_logprobs(clipped, Levers(tile=64)).double() * clipped.weight).sum()
         (share * part).backward()
         loss += float(part.detach())
     training.optimizer.step(1e-2)
@@ -174,3 +176,49 @@ def test_the_error_of_one_rank_is_one_on_all(kind, of_the_other):
     assert first == of_the_other
     assert second == (kind, "no such thing")
     assert zero == also_zero == 0
+
+
+def _run_of(ranks):
+    """A run without data: its loader counts the steps of the first rank only."""
+    training = _training(torch.float64, ranks)
+    first = training.optimizer.mesh.first
+    loader = SimpleNamespace(at=0)
+    loader.state_dict = lambda: {"at": loader.at if first else -1}
+    loader.load_state_dict = lambda state: setattr(loader, "at", state["at"])
+    ledger = SimpleNamespace(as_dict=lambda: {"first": first})
+    training.loader, training.data = loader, SimpleNamespace(ledger=ledger)
+    return training
+
+
+def _save_run(run):
+    training = _run_of(2)
+    for training.step in (1, 2, 3):
+        training.loader.at = training.step
+        torch.manual_seed(training.optimizer.mesh.world.rank + 10 * training.step)
+        save(run, training, keep=2)
+
+
+def _restore_run(run):
+    training = _run_of(3)
+    torch.manual_seed(training.optimizer.mesh.world.rank)
+    restore(run, training, steps=5)
+    return training.step, training.loader.at, torch.rand(1).item()
+
+
+def test_a_run_goes_on_from_the_newest_whole_checkpoint_on_all_ranks(tmp_path):
+    run_ranks(2, _save_run, tmp_path, start="fork", timeout=200)
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [
+        "step_000002",
+        "step_000003",
+    ]
+    assert json.loads((tmp_path / "data.json").read_text()) == {"first": True}
+    (tmp_path / "checkpoints/step_000003/manifest.json").unlink()
+    (tmp_path / "checkpoints/.saving_step_000004").mkdir()
+    lines = [json.dumps({"step": step}) for step in (1, 2, 3)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    torch.manual_seed(20)
+    expected = 2, 2, torch.rand(1).item()
+    assert run_ranks(3, _restore_run, tmp_path, start="fork", timeout=200) == [expected] * 3
+    assert (tmp_path / "metrics.jsonl").read_text().splitlines() == lines[:2]
+    names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert names == ["broken_step_000003", "step_000002"]

@@ -115,7 +115,7 @@ def _three_steps(dtype, on_host, mesh=None):
     share = len(PACKS) // mesh.data.size
     norms = []
     for _ in range(3):
-        _walk(model, PACKS[mesh.data.rank * share : (mesh.data.rank + 1) * share], Levers(tile=8))
+        _walk(model, PACKS[mesh.data.rank * share : (mesh.data.rank + 1) * share], Levers(tile=64))
         norms.append(_clip(optimizer, 0.5, 1))
         optimizer.step(1e-2)
         optimizer.clear_gradients()

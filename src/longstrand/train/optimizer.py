@@ -137,7 +137,8 @@ class Optimizer:
         squares = [
             value**2 if self._is_sharded(name) or self.mesh.first else 0.0 for name, value in mine.items()
         ]
-        total = self.mesh.world.sum(torch.tensor(squares, dtype=torch.float64), "norms").sqrt()
+        device = next(iter(self.parts.values())).device
+        total = self.mesh.world.sum(torch.tensor(squares, dtype=torch.float64, device=device), "norms").sqrt()
         return dict(zip(mine, total.tolist(), strict=True))
 
     @torch.no_grad()
