@@ -1,7 +1,8 @@
 """Checkpoints: written to a temporary name, checked, renamed last; a half-written one is never picked.
 
 RUN/checkpoints/step_000010/
-  state/          tensors, in the format of PyTorch Distributed Checkpoint (reshards)
+  state/          tensors, in the format of PyTorch Distributed Checkpoint: every rank writes its parts; they fit any
+                  number of ranks
   trainer.json    step, position in the data, random number generators
   manifest.json   size and SHA-256 of every other file; written last
 """
@@ -26,13 +27,16 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.tensor import DTensor
 
 from longstrand.errors import RunFailed, UserError
+from longstrand.parallel import Axis, on_first, together
 
 FOLDER = "checkpoints"
 VERSION = 1
 _NAME = re.compile(r"step_(\d{6,})")
 _SAVING, _DELETING = ".saving_", ".deleting_"
+_ALONE = Axis("world")
 _log = logging.getLogger(__name__)
 
 
@@ -40,33 +44,51 @@ class BrokenCheckpoint(UserError):
     """A checkpoint folder is not whole."""
 
 
-def save_checkpoint(run: Path, step: int, tensors: Mapping[str, Tensor], trainer: Mapping[str, Any]) -> Path:
+def save_checkpoint(
+    run: Path,
+    step: int,
+    tensors: Mapping[str, Tensor],
+    trainer: Mapping[str, Any],
+    world: Axis = _ALONE,
+) -> Path:
     """Writes a checkpoint and returns its folder, which appears only once it is whole and on the disk.
 
+    All ranks call it; each writes its parts, and the first one what is left.
+
     Args:
-        run: the run's folder.
+        run: the run's folder, on a file system that all ranks share.
         step: optimizer steps taken.
-        tensors: everything to keep, by a unique name.
-        trainer: the rest, as JSON allows it.
+        tensors: everything to keep, by a unique name; sharded ones, or those that every rank holds whole.
+        trainer: the rest, as JSON allows it; that of the first rank counts.
 
     Raises:
-        RunFailed: the disk has not the space, or does not take a file. Older checkpoints are untouched.
+        RunFailed: on all ranks: the disk has not the space, or does not take a file of one of them. Older checkpoints
+            are untouched.
     """
     checkpoints = run / FOLDER
     target = checkpoints / f"step_{step:06d}"
     temporary = checkpoints / f"{_SAVING}{target.name}"
-    try:
+
+    def begin() -> None:
         checkpoints.mkdir(parents=True, exist_ok=True)
         require_space(run, tensors, step)
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir()
-        _write(temporary, step, tensors, trainer)
+
+    def finish() -> None:
+        _write_rest(temporary, step, trainer)
         check_checkpoint(temporary)
         _delete(target)
         temporary.rename(target)
         _sync(checkpoints)
+
+    try:
+        on_first(world, begin)
+        _write_tensors(temporary / "state", tensors, world)
+        on_first(world, finish)
     except (OSError, RuntimeError, CheckpointException) as error:
-        shutil.rmtree(temporary, ignore_errors=True)
+        if world.rank == 0:
+            shutil.rmtree(temporary, ignore_errors=True)
         raise RunFailed(
             f"{checkpoints}: the checkpoint of step {step} cannot be written ({_reason(error)}); "
             "older checkpoints are untouched; make room or choose another disk, then go on with --resume"
@@ -74,8 +96,12 @@ def save_checkpoint(run: Path, step: int, tensors: Mapping[str, Tensor], trainer
     return target
 
 
-def load_checkpoint(folder: Path, tensors: Mapping[str, Tensor], *, prefix: str = "") -> dict[str, Any]:
+def load_checkpoint(
+    folder: Path, tensors: Mapping[str, Tensor], *, prefix: str = "", world: Axis = _ALONE
+) -> dict[str, Any]:
     """Fills tensors in place and returns what was saved as `trainer`.
+
+    All ranks of `world` call it, whatever the number of ranks that wrote the checkpoint; each reads its own rows.
 
     Args:
         folder: a checkpoint.
@@ -86,12 +112,13 @@ def load_checkpoint(folder: Path, tensors: Mapping[str, Tensor], *, prefix: str 
         BrokenCheckpoint: the checkpoint is not whole.
         UserError: it holds other tensors.
     """
-    trainer = check_checkpoint(folder)
-    reader = FileSystemReader(folder / "state")
-    held = reader.read_metadata().state_dict_metadata
-    _compare(folder, {name: value for name, value in held.items() if name.startswith(prefix)}, tensors)
-    with _one_process():
-        load(dict(tensors), storage_reader=reader, no_dist=True)
+    trainer = on_first(world, lambda: check_checkpoint(folder))
+    with together(world):
+        reader = FileSystemReader(folder / "state")
+        held = reader.read_metadata().state_dict_metadata
+        _compare(folder, {name: value for name, value in held.items() if name.startswith(prefix)}, tensors)
+        with _one_process():  # each rank knows what it wants; no plan is to be made with others
+            load(dict(tensors), storage_reader=reader, no_dist=True)
     return trainer
 
 
@@ -159,8 +186,8 @@ def remove_unfinished(run: Path) -> int:
 
 
 def checkpoint_bytes(tensors: Mapping[str, Tensor]) -> int:
-    """Bytes of a checkpoint on disk, at most: the tensors, 2 KiB around each, and 1 MiB for the rest."""
-    return sum(tensor.nbytes + 2048 for tensor in tensors.values()) + 2**20
+    """Bytes of a checkpoint on disk, at most: the tensors, 2 KiB around each part, and 1 MiB for the rest."""
+    return sum(tensor.nbytes + 2048 * _num_parts(tensor) for tensor in tensors.values()) + 2**20
 
 
 def require_space(run: Path, tensors: Mapping[str, Tensor], step: int) -> None:
@@ -177,9 +204,21 @@ def require_space(run: Path, tensors: Mapping[str, Tensor], step: int) -> None:
         )
 
 
-def _write(folder: Path, step: int, tensors: Mapping[str, Tensor], trainer: Mapping[str, Any]) -> None:
+def _write_tensors(folder: Path, tensors: Mapping[str, Tensor], world: Axis) -> None:
+    """Every rank writes and syncs a file; torch gathers the errors, and the first rank lists what is where."""
+    writer = FileSystemWriter(folder)
+    if world.size > 1:
+        save(dict(tensors), storage_writer=writer)
+        return
     with _one_process():
-        save(dict(tensors), storage_writer=FileSystemWriter(folder / "state"), no_dist=True)
+        save(dict(tensors), storage_writer=writer, no_dist=True)
+
+
+def _num_parts(tensor: Tensor) -> int:
+    return tensor.device_mesh.size() if isinstance(tensor, DTensor) else 1
+
+
+def _write_rest(folder: Path, step: int, trainer: Mapping[str, Any]) -> None:
     (folder / "trainer.json").write_text(json.dumps({"step": step, **trainer}), encoding="utf-8")
     files = {
         name: {"bytes": (folder / name).stat().st_size, "sha256": _sha256(folder / name)}

@@ -29,6 +29,11 @@ class Leaky:
     def learns_to_select(self):
         return False
 
+    def gather_weights(self):
+        """Nothing is sharded; nor in the two below."""
+
+    reduce_gradients = free_weights = gather_weights
+
     def warm_up_tile(self, x, tile, d_carry, opened, side):
         raise AssertionError("nothing to warm up")
 

@@ -120,12 +120,12 @@ def _with_idle_ranks():
             kept.append(mixture.new_choices(len(x), x.device))
             outs.append(mixture.choose(x, kept[-1], side))
         for _ in range(3 - len(tiles)):
-            mixture.idle(side, with_grad=False)
+            mixture.idle(side, choose=True)
     for x, choices in zip(tiles, kept, strict=True):
         y, _ = mixture.recompute(x.requires_grad_(), choices)
         y.backward(x.detach().flip(0))
     for _ in range(3 - len(tiles)):
-        mixture.idle(side, with_grad=True)
+        mixture.idle(side, choose=False)()
     grads = {name: value.grad for name, value in mixture.named_parameters()}
     return outs, [x.grad for x in tiles], grads, side.expert_counts[1], mixture.spread.num_rounds
 
@@ -142,7 +142,7 @@ def test_ranks_with_fewer_tiles_take_part_without_a_token():
     assert isinstance(mixture, MixtureOfExperts)
     for (outs, dxs, _, counts, _), tiles in zip(ranks, _tiles(), strict=True):
         side = SideLosses()
-        mixture.idle(side, with_grad=False)  # alone there is no one to wait for
+        mixture.idle(side, choose=True)  # alone there is no one to wait for
         assert not side.expert_counts
         for x, out, dx in zip(tiles, outs, dxs, strict=True):
             choices = mixture.new_choices(len(x), x.device)

@@ -43,7 +43,7 @@ def on_ranks(case: Case) -> dict[str, Tensor]:
     """The same on this rank of as many as there are, summed over them."""
     mesh = make_mesh(data=1, context=torch.distributed.get_world_size(), expert=1)
     model = small.model(case.kinds)
-    model.context, model.segments = mesh.context, case.segments
+    model.mesh, model.segments = mesh, case.segments
     return _pass(case, model, mesh)
 
 

@@ -123,6 +123,18 @@ class ScanLayer(Protocol):
     def parameters(self) -> Iterator[Tensor]:
         """Its weights, which must be the same in backward."""
 
+    def idle(self, side: SideLosses, *, choose: bool) -> Callable[[], None]:
+        """Takes part, without a token, in what other ranks exchange for a tile; returns the same for its way back."""
+
+    def gather_weights(self) -> None:
+        """Before the first tile of a walk: whole weights where ranks hold parts of them."""
+
+    def reduce_gradients(self) -> None:
+        """After the last tile of a walk back, before `free_weights`: sums the gradients of this walk over ranks."""
+
+    def free_weights(self) -> None:
+        """After the last tile of a walk."""
+
 
 @runtime_checkable
 class ScanEnd(Protocol):

@@ -99,6 +99,7 @@ class SharedWalk(Walk):
         layer, kept, size = self._shared(index), index >= self.first, self.levers.tile
         choices = self._new_choices(index)
         keeps_graphs = kept and not self.levers.recompute
+        layer.gather_weights()
         passage = layer.meet(
             partial(self._read, source), self.layout, size, self.side, keeps_fronts=keeps_graphs
         )
@@ -122,11 +123,16 @@ class SharedWalk(Walk):
                 put(tile, y)
         if kept and not keeps_graphs:
             passage.rest()
+        self._idle_forward(index, kept=kept)
+        layer.free_weights()
 
     def _backward_layer(
         self, index: int, above: Callable[[Tile], Tensor], dy: Stream | None
     ) -> Stream | None:
         stream = self.inputs.pop(index, None)
+        layer = self._shared(index)
+        layer.gather_weights()
+        self._idle_back(index)
         back = _LayerBack(self, index, stream, dy)
         back.to_the_middle(above)
         back.passage.exchange_back()
@@ -135,6 +141,8 @@ class SharedWalk(Walk):
         for segment, rows in zip(back.segments, d_tails.split(list(back.passage.num_tails)), strict=True):
             for tile, part in _last_rows(segment, rows):
                 self._add(index, stream, tile, part)
+        layer.reduce_gradients()
+        layer.free_weights()
         return stream
 
     def _add(self, index: int, stream: Stream | None, tile: Tile, rows: Tensor) -> None:
@@ -157,6 +165,7 @@ class SharedWalk(Walk):
         for below in range(start, index):
             layer, choices, above = self._shared(below), self.choices[below], self._new_stream()
             read = partial(self._read, stream)
+            layer.gather_weights()
             passage = layer.meet(read, self.layout, self.levers.tile, self.side, keeps_fronts=False)
             for segment in self.layout.segment_tiles(self.levers.tile):
                 carry = passage.entering(segment.number)
@@ -164,6 +173,8 @@ class SharedWalk(Walk):
                     rows = rows_of(choices, tile)
                     y, carry = layer.forward_tile(read(tile), tile, carry, rows, self.side, choose=False)
                     above.write(tile, y)
+            self._idle_forward(below, choose=False)
+            layer.free_weights()
             self.inputs[below + 1] = stream = above
 
     def _warm_up(self) -> None:
@@ -172,8 +183,11 @@ class SharedWalk(Walk):
             if layer.learns_to_select():
                 self._rebuild_input(index)
                 read = partial(self._read, self.inputs.get(index))
+                layer.gather_weights()
                 passage = layer.meet(read, self.layout, self.levers.tile, self.side, keeps_fronts=False)
                 passage.warm_up(read, self.layout.segment_tiles(self.levers.tile))
+                layer.reduce_gradients()
+                layer.free_weights()
             if (done := self.inputs.pop(index, None)) is not None:
                 done.free()
             del self.choices[index], self.borders[index], self.passages[index]

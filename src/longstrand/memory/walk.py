@@ -17,6 +17,7 @@ from longstrand.memory.store import first_trained, open_streams, pass_demand
 from longstrand.memory.streams import Stream, Streams
 from longstrand.memory.tiles import PackLayout, Tile
 from longstrand.ops.precision import wide_dtype
+from longstrand.parallel import local_part
 
 
 @dataclass
@@ -32,10 +33,12 @@ class Walk:
     side: SideLosses
     end: ScanEnd
     keeps: bool = True  # what backward needs
+    most_tiles: int = 0  # of any rank that this one shares experts with
     inputs: dict[int, Stream] = field(default_factory=dict)
     borders: dict[int, Borders] = field(default_factory=dict)
     choices: dict[int, Choices] = field(default_factory=dict)
     graphs: dict[int, list[TileGraph]] = field(default_factory=dict)  # without recompute, in place of borders
+    idle: dict[int, list[Callable[[], None]]] = field(default_factory=dict)  # ways back, without recompute
     mean: Stream | None = None
     d_embedding: Tensor | None = None
 
@@ -51,10 +54,10 @@ class Walk:
         return out
 
     def weights(self) -> Iterator[Tensor]:
-        """All that the pass computes with, trained or not."""
+        """All that the pass computes with, trained or not; of a sharded weight the rows that an optimizer moves."""
         yield self.embedding
         for layer in self.layers:
-            yield from layer.parameters()
+            yield from map(local_part, layer.parameters())
         yield from self.end.parameters()
 
     def _open_store(self) -> Streams:
@@ -95,6 +98,7 @@ class Walk:
         layer, kept, side = self.layers[index], index >= self.first, self.side
         choices = self._new_choices(index)
         carry, opened = layer.start(self.layout), None
+        layer.gather_weights()
         if kept and self.levers.recompute:
             self.borders[index] = Borders(self.layout.num_tiles(self.levers.tile))
         elif kept:
@@ -110,6 +114,8 @@ class Walk:
                     self.borders[index].push(layer.keep(carry))
                 y, carry = layer.forward_tile(x, tile, carry, rows, side, choose=True)
             put(tile, y)
+        self._idle_forward(index, kept=kept)
+        layer.free_weights()
 
     def _new_choices(self, index: int) -> Choices:
         below = self.choices.get(index - 1, {})
@@ -161,9 +167,13 @@ class Walk:
         """
         stream, d_carry = self.inputs.pop(index, None), None
         graphs = self._graphs_back(index, stream)
+        self.layers[index].gather_weights()
+        self._idle_back(index)
         for tile in self.layout.tiles_back(self.levers.tile):
             dx, d_carry = next(graphs).back(above(tile), d_carry)
             self._hand_down(index, stream, tile, dx)
+        self.layers[index].reduce_gradients()
+        self.layers[index].free_weights()
         return stream
 
     def _hand_down(self, index: int, stream: Stream | None, tile: Tile, dx: Tensor) -> None:
@@ -205,10 +215,13 @@ class Walk:
         for below in range(start, index):
             layer, choices, above = self.layers[below], self.choices[below], self._new_stream()
             carry = layer.start(self.layout)
+            layer.gather_weights()
             for tile in self.layout.tiles(self.levers.tile):
                 x, rows = self._read(stream, tile), rows_of(choices, tile)
                 y, carry = layer.forward_tile(x, tile, carry, rows, self.side, choose=False)
                 above.write(tile, y)
+            self._idle_forward(below, choose=False)
+            layer.free_weights()
             self.inputs[below + 1] = stream = above
 
     def _warm_up(self) -> None:
@@ -218,12 +231,31 @@ class Walk:
             if layer.learns_to_select():
                 self._rebuild_input(index)
                 read = partial(self._read, self.inputs.get(index))
+                layer.gather_weights()
                 opened, d_carry = layer.reopen(read, self.layout, self.levers.tile), None
                 for tile in self.layout.tiles_back(self.levers.tile):
                     d_carry = layer.warm_up_tile(read(tile), tile, d_carry, opened, self.side)
+                layer.reduce_gradients()
+                layer.free_weights()
             if (done := self.inputs.pop(index, None)) is not None:
                 done.free()
             del self.choices[index], self.borders[index]
+
+    def _idle_forward(self, index: int, *, kept: bool = False, choose: bool = True) -> None:
+        """Takes part in the tiles that other ranks have and this one has not."""
+        missing = self.most_tiles - self.layout.num_tiles(self.levers.tile)
+        backs = [self.layers[index].idle(self.side, choose=choose) for _ in range(missing)]
+        if kept and not self.levers.recompute:
+            self.idle[index] = backs
+
+    def _idle_back(self, index: int) -> None:
+        if self.levers.recompute:
+            missing = self.most_tiles - self.layout.num_tiles(self.levers.tile)
+            for _ in range(missing):
+                self.layers[index].idle(self.side, choose=False)()
+        else:
+            for back in self.idle.pop(index):
+                back()
 
     def _read(self, stream: Stream | None, tile: Tile) -> Tensor:
         """A tile of a layer's input; that of the first layer is the embedding copied to all streams."""

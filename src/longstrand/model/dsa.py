@@ -17,6 +17,7 @@ from longstrand.ops.dense_attention import DenseAttention, dense_attention
 from longstrand.ops.norm import rms_norm
 from longstrand.ops.precision import wide_dtype
 from longstrand.ops.sparse_attention import sparse_attention
+from longstrand.parallel import local_part
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class Dsa(nn.Module):
 
     def start(self, layout: PackLayout) -> DsaCarry:
         """Empty buffers for the whole pack."""
-        weight = self.kv_b_proj.weight
+        weight = local_part(self.kv_b_proj.weight)
         pool_keys, tail = weight.new_zeros(0, 0), weight.new_zeros(0, 0)
         if self.indexer is not None:
             pool_keys = weight.new_zeros(layout.num_pools, self.indexer.head_dim)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
@@ -102,24 +104,24 @@ class MixtureOfExperts(nn.Module):
         logits = self.gate.logits(x)
         return self._mix(x, logits, choices["experts"].long()), logits
 
-    def idle(self, side: SideLosses, *, with_grad: bool) -> None:
-        """Takes part, without a token, in what the other ranks of `spread` exchange for one tile.
+    def idle(self, side: SideLosses, *, choose: bool) -> Callable[[], None]:
+        """Takes part, without a token, in what the other ranks of `spread` exchange for one tile on its way there.
 
         Args:
-            with_grad: not the first pass but a recomputed tile, there and back: the experts of this rank receive the
-                gradients of others' tokens.
+            choose: in the first pass, which counts that nothing was chosen here.
+
+        Returns: the same for the tile's way back, on which the experts of this rank receive others' gradients.
         """
+        if choose:
+            side.count_experts(self.layer, torch.empty(0, self.num_active), self.num_experts)
         if self.spread is None:
-            return
-        weight = self.gate.weight
-        with torch.set_grad_enabled(with_grad):
-            x = self.experts.down_proj.new_empty(0, weight.shape[1]).requires_grad_(with_grad)
+            return lambda: None
+        with torch.enable_grad():
+            weight = self.experts.down_proj
+            x = weight.new_empty(0, weight.shape[1]).requires_grad_()
             ids = torch.empty(0, self.num_active, dtype=torch.long, device=x.device)
-            if not with_grad:
-                side.count_experts(self.layer, ids, self.num_experts)
             routed = self._routed(x, ids, wide(x.new_empty(0, self.num_active)))
-        if with_grad:
-            torch.autograd.backward([routed], [torch.empty_like(routed)])
+        return lambda: torch.autograd.backward([routed], [torch.empty_like(routed)])
 
     def _mix(self, x: Tensor, logits: Tensor, ids: Tensor) -> Tensor:
         return self._routed(x, ids, self.gate.weigh(logits, ids)) + self.shared_experts(x)

@@ -15,6 +15,7 @@ from longstrand.ops.kda import kda, kda_step, log_decay
 from longstrand.ops.norm import gated_rms_norm
 from longstrand.ops.precision import wide, wide_dtype
 from longstrand.ops.short_conv import short_conv, short_conv_step
+from longstrand.parallel import local_part
 
 Rule = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 """q, k, v, log decay and beta."""
@@ -51,7 +52,7 @@ class Kda(nn.Module):
         self.o_proj = Linear(inner, width)
 
     def start(self) -> KdaCarry:
-        weight = self.q_proj.weight
+        weight = local_part(self.q_proj.weight)
         state = weight.new_zeros(1, self.heads, self.head_dim, self.head_dim, dtype=wide_dtype(weight.dtype))
         return KdaCarry(weight.new_zeros(1, self.taps - 1, 3 * self.heads * self.head_dim), state)
 

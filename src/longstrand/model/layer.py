@@ -15,6 +15,7 @@ from longstrand.memory.protocol import Choices, SideLosses
 from longstrand.memory.tiles import Tile
 from longstrand.model.ffn import Dense, MixtureOfExperts, aux_loss
 from longstrand.model.linear import Norm
+from longstrand.model.shards import Shards
 from longstrand.ops.mhc import mhc_gather, mhc_update
 from longstrand.ops.norm import rms_norm
 
@@ -23,6 +24,8 @@ Site = tuple[Tensor, Tensor, Tensor]  # a sublayer's input [T, D], post [T, R], 
 
 class Layer(nn.Module):
     """A mixer, which the kinds of layer bring, and a feed-forward part, each inside a hyper-connection."""
+
+    shards: Shards | None = None  # where ranks hold parts of the weights
 
     def __init__(self, shape: Architecture, index: int) -> None:
         super().__init__()
@@ -47,6 +50,24 @@ class Layer(nn.Module):
 
     def learns_to_select(self) -> bool:
         return False
+
+    def idle(self, side: SideLosses, *, choose: bool) -> Callable[[], None]:
+        """Takes part in a tile of other ranks' experts; see `MixtureOfExperts.idle`."""
+        if isinstance(self.mlp, MixtureOfExperts):
+            return self.mlp.idle(side, choose=choose)
+        return lambda: None
+
+    def gather_weights(self) -> None:
+        if self.shards is not None:
+            self.shards.gather()
+
+    def reduce_gradients(self) -> None:
+        if self.shards is not None:
+            self.shards.reduce()
+
+    def free_weights(self) -> None:
+        if self.shards is not None:
+            self.shards.free()
 
     def forward_tile(
         self,

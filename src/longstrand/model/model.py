@@ -18,11 +18,12 @@ from longstrand.model.head import LogprobEnd
 from longstrand.model.hf import SourceInfo, keeps_float32
 from longstrand.model.kda_layer import KdaLayer
 from longstrand.model.linear import Linear, Norm
+from longstrand.model.shards import Shards
 from longstrand.ops import kda, mhc, select
 from longstrand.ops.native import has_kernel
 from longstrand.ops.norm import rms_norm
 from longstrand.ops.precision import wide, wide_dtype
-from longstrand.parallel import Axis, deal
+from longstrand.parallel import deal, one_process
 
 GROUPS = (  # first match wins
     ("embedding", ("embed_tokens.",)),
@@ -42,8 +43,9 @@ class Model(nn.Module):
     def __init__(self, architecture: Architecture) -> None:
         super().__init__()
         self.architecture = shape = architecture
+        self.shards: Shards | None = None  # of what is no layer's, where ranks hold parts of the weights
         self.source: SourceInfo | None = None  # where the weights came from: dtypes, tensors kept aside
-        self.context: Axis = Axis("context")  # who shares each pack; see `parallelize`
+        self.mesh = one_process()  # see `parallelize`
         self.segments: int | None = None  # per rank; None: as many as balance attention
         self.embed_tokens = Linear(shape.hidden_size, shape.vocab_size)
         kinds = {"linear_attention": KdaLayer, "indexed_attention": DsaLayer}
@@ -66,9 +68,13 @@ class Model(nn.Module):
         self, pack: Pack, levers: Levers = Levers(), side: SideLosses | None = None
     ) -> Float[Tensor, "T D"]:
         """The last hidden state, after the final norm, of every token of the pack."""
-        mean = self._scan(pack, levers, side or SideLosses(), None)
-        scale = self.norm.weight.detach() if _warms_up(side) else self.norm.weight
-        return rms_norm(mean, scale, self.architecture.rms_norm_eps)
+
+        def run() -> Tensor:
+            mean = self._scan(pack, levers, side or SideLosses(), None)
+            scale = self.norm.weight.detach() if _warms_up(side) else self.norm.weight
+            return rms_norm(mean, scale, self.architecture.rms_norm_eps)
+
+        return run() if self.shards is None else self.shards.around(run)
 
     def token_logprobs(
         self, pack: Pack, levers: Levers = Levers(), side: SideLosses | None = None
@@ -86,34 +92,47 @@ class Model(nn.Module):
         Returns:
             float32, or float64 for a float64 model; where ranks share the pack, 0 for the tokens of the others.
         """
-        scale: Tensor = self.norm.weight
-        head: Tensor = self.lm_head.weight
-        if _warms_up(side):
-            scale, head = scale.detach(), head.detach()
-        end = LogprobEnd(scale, head, pack.targets.to(head.device), self.architecture.rms_norm_eps)
-        return self._scan(pack, levers, side or SideLosses(), end)
+
+        def run() -> Tensor:
+            scale: Tensor = self.norm.weight
+            head: Tensor = self.lm_head.weight
+            if _warms_up(side):
+                scale, head = scale.detach(), head.detach()
+            end = LogprobEnd(scale, head, pack.targets.to(head.device), self.architecture.rms_norm_eps)
+            return self._scan(pack, levers, side or SideLosses(), end)
+
+        return run() if self.shards is None else self.shards.around(run)
 
     def _scan(self, pack: Pack, levers: Levers, side: SideLosses, end: ScanEnd | None) -> Tensor:
         largest = max(int(pack.tokens.max()), int(pack.targets.max()))
         if largest >= self.architecture.vocab_size:
             raise ValueError(f"token {largest} is beyond the vocabulary of {self.architecture.vocab_size}")
         device = self.norm.weight.device
+        layout = PackLayout(pack.starts, self.architecture.index_kpool, device, self._shard(pack))
         return scan_layers(
             self.embed_tokens.weight,
             pack.tokens.to(device),
             self._scan_layers(),
-            PackLayout(pack.starts, self.architecture.index_kpool, device, self._shard(pack)),
+            layout,
             hc_mult=self.architecture.hc_mult,
             levers=levers,
             side=side,
             end=end,
+            most_tiles=self._most_tiles(layout.num_tiles(levers.tile)),
         )
+
+    def _most_tiles(self, num_tiles: int) -> int | None:
+        """Of any rank that this one shares weights or experts with; None where there is none."""
+        if self.shards is None and self.mesh.expert.size == 1:
+            return None
+        return self.mesh.expert.largest(num_tiles)
 
     def _shard(self, pack: Pack) -> Shard | None:
         """This rank's part of a pack; None where no other rank shares it."""
-        if self.context.size == 1:
+        context = self.mesh.context
+        if context.size == 1:
             return None
-        return Shard(self.context, deal(pack.starts.tolist(), self.context.size, self.segments))
+        return Shard(context, deal(pack.starts.tolist(), context.size, self.segments))
 
     def stream_bytes(self, num_tokens: int, levers: Levers) -> int:
         """Bytes that the streams of a training pass take wherever the levers put them."""
@@ -169,7 +188,8 @@ def _warms_up(side: SideLosses | None) -> bool:
 
 def kernels(model: Model) -> dict[str, str]:
     """Which implementation runs each op, as the ops decide it themselves for this model's dtype and shape."""
-    shape, x = model.architecture, model.embed_tokens.weight[:1]  # a row in the dtype of what flows
+    shape, weight = model.architecture, model.embed_tokens.weight
+    x = torch.empty(1, shape.hidden_size, dtype=weight.dtype, device=weight.device)  # a row of what flows
     kept = wide(x)  # and one of what is kept wide
     forms = {
         "kda": ("chunked", kda.in_kernel(x, kept)),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -33,11 +34,28 @@ class Mesh:
     world: Axis
     devices: DeviceMesh | None = None
     expert_devices: DeviceMesh | None = None
+    _views: dict[tuple[str, str], DeviceMesh] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def first(self) -> bool:
         """Whether this process speaks for all: writes files, prints."""
         return self.world.rank == 0
+
+    def view(self, name: Literal["world", "expert"], device: str) -> DeviceMesh:
+        """The ranks in the order in which rows are cut for them, made once; the same calls on all ranks.
+
+        `world`: all of them. `expert` x `expert_replicas`: those with the first experts come first.
+        """
+        if (name, device) not in self._views:
+            ranks = torch.arange(self.world.size)
+            self._views[name, device] = (
+                DeviceMesh(device, ranks, mesh_dim_names=("world",))
+                if name == "world"
+                else DeviceMesh(
+                    device, ranks.view(-1, self.expert.size).T, mesh_dim_names=("expert", "expert_replicas")
+                )
+            )
+        return self._views[name, device]
 
 
 def one_process() -> Mesh:

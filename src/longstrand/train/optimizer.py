@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from longstrand.config import TrainSection
 from longstrand.errors import UserError
 from longstrand.ops.precision import wide_dtype
+from longstrand.parallel import Mesh, as_stored, like_sharded, local_part, one_process
 
 
 def trained_names(groups: dict[str, list[str]], settings: TrainSection) -> list[str]:
@@ -61,12 +63,16 @@ class Optimizer:
     gradients during a step (float64: 24, 8). Per step the gradients go there and the parameters come back. The tensors
     of a checkpoint are the same.
 
+    Of sharded parameters each rank keeps and moves its rows, and all of the above is per parameter of a rank.
+
     Args:
         device: of the state; None: that of each parameter.
         threads: CPU threads of the step; None: as many as torch runs with elsewhere.
+        mesh: the ranks that the parameters are sharded over; None: this process alone.
 
     Attributes:
-        copies: what AdamW moves where it is not the parameter itself: the masters, and what lies on another device.
+        parts: of each parameter, the rows of this rank; the parameter itself where it is not sharded.
+        copies: what AdamW moves where it is not the part itself: the masters, and what lies on another device.
     """
 
     def __init__(
@@ -77,16 +83,17 @@ class Optimizer:
         *,
         device: torch.device | None = None,
         threads: int | None = None,
+        mesh: Mesh | None = None,
     ) -> None:
         parameters = dict(model.named_parameters())
+        self.mesh = one_process() if mesh is None else mesh
         self.parameters: dict[str, nn.Parameter] = {name: parameters[name] for name in names}
+        self.parts = {name: local_part(parameter) for name, parameter in self.parameters.items()}
         self.copies: dict[str, Tensor] = {
-            name: _wide_copy(parameter, device)
-            for name, parameter in self.parameters.items()
-            if _needs_copy(parameter, device)
+            name: _wide_copy(part, device) for name, part in self.parts.items() if _needs_copy(part, device)
         }
         self.masters = {
-            name: copy for name, copy in self.copies.items() if self.parameters[name].element_size() < 4
+            name: copy for name, copy in self.copies.items() if self.parts[name].element_size() < 4
         }
         self.updates, self._threads = 0, threads
         decayed = [name for name in names if _decays(name, parameters[name])]
@@ -109,13 +116,30 @@ class Optimizer:
             }
 
     def gradients(self) -> dict[str, Tensor]:
-        """The gradient of each trained parameter; one that nothing reached becomes a tensor of zeros."""
-        for parameter in self.parameters.values():
+        """The gradient of each trained part; one that nothing reached becomes a tensor of zeros."""
+        gradients: dict[str, Tensor] = {}
+        for name, parameter in self.parameters.items():
             if parameter.grad is None:
                 if parameter.element_size() < 4:
                     parameter.grad_dtype = torch.float32
-                parameter.grad = torch.zeros_like(parameter, dtype=wide_dtype(parameter.dtype))
-        return {name: parameter.grad for name, parameter in self.parameters.items()}  # type: ignore[misc]
+                zeros = torch.zeros_like(
+                    self.parts[name], dtype=wide_dtype(parameter.dtype), requires_grad=False
+                )
+                parameter.grad = like_sharded(zeros, parameter)
+            gradients[name] = local_part(parameter.grad)
+        return gradients
+
+    def norms(self) -> dict[str, float]:
+        """The norm of each parameter's gradient over all ranks: of all its parts, or of what is on every rank."""
+        mine = {name: norm(gradient) for name, gradient in self.gradients().items()}
+        if self.mesh.world.size == 1:
+            return mine
+        squares = [
+            value**2 if self._is_sharded(name) or self.mesh.first else 0.0 for name, value in mine.items()
+        ]
+        device = next(iter(self.parts.values())).device
+        total = self.mesh.world.sum(torch.tensor(squares, dtype=torch.float64, device=device), "norms").sqrt()
+        return dict(zip(mine, total.tolist(), strict=True))
 
     @torch.no_grad()
     def step(self, learning_rate: float) -> None:
@@ -126,13 +150,18 @@ class Optimizer:
         for name, copy in self.copies.items():
             # A checkpoint may have been loaded into the parameter; a master is loaded itself.
             if name not in self.masters:
-                copy.copy_(self.parameters[name])
-            copy.grad = gradients[name].to(copy)
+                copy.copy_(self.parts[name])
+        moved = {name: self._updated(name) for name in self.parameters}
+        for name, tensor in moved.items():
+            if tensor is not self.parameters[name]:
+                tensor.grad = gradients[name].to(tensor)
         with _cpu_threads(self._threads):
             self._adamw.step()
+        for name, tensor in moved.items():
+            if tensor is not self.parameters[name]:
+                tensor.grad = None
         for name, copy in self.copies.items():
-            copy.grad = None
-            self.parameters[name].copy_(copy)
+            self.parts[name].copy_(copy)
         self.updates += 1
 
     def clear_gradients(self) -> None:
@@ -142,12 +171,14 @@ class Optimizer:
 
     def tensors(self) -> dict[str, Tensor]:
         """The optimizer's own tensors (not copies): `exp_avg.NAME`, `exp_avg_sq.NAME`, `master.NAME`."""
-        state = {
-            f"{moment}.{name}": self._adamw.state[self._updated(name)][moment]
-            for name in self.parameters
-            for moment in ("exp_avg", "exp_avg_sq")
-        }
-        return state | {f"master.{name}": master for name, master in self.masters.items()}
+        state: dict[str, Tensor] = {}
+        for name, parameter in self.parameters.items():
+            for moment in ("exp_avg", "exp_avg_sq"):
+                rows = self._adamw.state[self._updated(name)][moment]
+                state[f"{moment}.{name}"] = as_stored(rows, parameter, self.mesh)
+        for name, master in self.masters.items():
+            state[f"master.{name}"] = as_stored(master, self.parameters[name], self.mesh)
+        return state
 
     def continue_from(self, updates: int) -> None:
         """Sets the number of updates taken, for AdamW's bias correction; the tensors are filled in place."""
@@ -156,7 +187,24 @@ class Optimizer:
             self._adamw.state[self._updated(name)]["step"].fill_(updates)
 
     def _updated(self, name: str) -> Tensor:
-        return self.copies.get(name, self.parameters[name])
+        return self.copies.get(name, self.parts[name])
+
+    def _is_sharded(self, name: str) -> bool:
+        return self.parts[name] is not self.parameters[name]
+
+
+def norm(values: Tensor) -> float:
+    """Rows of 1,024 in the tensor's dtype, their norms in float64.
+
+    One float32 sum over all is 4e-4 too small at 10M values and 1 % at 100M; a float64 one takes 28 times as long
+    (measured, 1 thread). This one is exact to 4e-7 and as fast as the first.
+    """
+    flat = values.flatten()
+    whole = len(flat) // 1024 * 1024
+    rows = torch.linalg.vector_norm(flat[:whole].view(-1, 1024), dim=1)
+    return math.hypot(
+        *map(float, (torch.linalg.vector_norm(rows.double()), torch.linalg.vector_norm(flat[whole:])))
+    )
 
 
 def _needs_copy(parameter: Tensor, device: torch.device | None) -> bool:

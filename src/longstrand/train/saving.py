@@ -15,6 +15,7 @@ from longstrand.atomic import write_atomic
 from longstrand.data import Data, Loader
 from longstrand.errors import UserError
 from longstrand.model import Model
+from longstrand.parallel import as_stored, local_part, on_first
 from longstrand.state import (
     FOLDER,
     latest_checkpoint,
@@ -41,21 +42,33 @@ class Training:
     step: int = 0
 
     def tensors(self) -> dict[str, Tensor]:
-        """Model and optimizer as a checkpoint names them; not copies."""
-        model = {f"model.{name}": tensor for name, tensor in self.model.state_dict().items()}
+        """Model and optimizer as a checkpoint names them, the same for any number of ranks; not copies."""
+        mesh = self.optimizer.mesh
+        model = {
+            f"model.{name}": as_stored(local_part(tensor), tensor, mesh)
+            for name, tensor in self.model.state_dict().items()
+        }
         return model | {f"optimizer.{name}": tensor for name, tensor in self.optimizer.tensors().items()}
 
 
 def save(run: Path, training: Training, keep: int) -> Path:
-    """Writes a checkpoint, then deletes all but the newest `keep`, then the ledger; returns the new folder."""
+    """Writes a checkpoint, then deletes all but the newest `keep`, then the ledger; returns the new folder.
+
+    All ranks call it; the loader and the random state that are kept are those of the first one.
+    """
+    world = training.optimizer.mesh.world
     trainer = {
         "updates": training.optimizer.updates,
         "loader": training.loader.state_dict(),
         "random": base64.b64encode(torch.get_rng_state().numpy().tobytes()).decode(),
     }
-    folder = save_checkpoint(run, training.step, training.tensors(), trainer)
-    prune_checkpoints(run, keep)
-    write_ledger(run, training)
+    folder = save_checkpoint(run, training.step, training.tensors(), trainer, world)
+
+    def finish() -> None:
+        prune_checkpoints(run, keep)
+        write_ledger(run, training)
+
+    on_first(world, finish)
     return folder
 
 
@@ -67,19 +80,15 @@ def write_ledger(run: Path, training: Training) -> None:
 def restore(run: Path, training: Training, steps: int) -> None:
     """Goes back to the newest whole checkpoint, if there is one, and cuts the metrics after it.
 
+    All ranks call it; the first one says which checkpoint that is, and cuts.
+
     Raises:
         UserError: no checkpoint is whole, it is beyond `steps`, or it belongs to another recipe or other data.
     """
-    if stale := remove_unfinished(run):
-        _log.warning("removed %d unfinished checkpoint folders that a killed run left", stale)
-    newest = latest_checkpoint(run)
-    if newest is None and list((run / FOLDER).glob("step_*")):
-        raise UserError(
-            f"{run / FOLDER}: none of its checkpoints is whole; restore one, or remove them all to begin at step 0"
-        )
+    world = training.optimizer.mesh.world
+    newest = on_first(world, lambda: _reopen(run))
     if newest is not None:
-        set_broken_aside(run, newest)
-        trainer = load_checkpoint(newest, training.tensors())
+        trainer = load_checkpoint(newest, training.tensors(), world=world)
         training.step = trainer["step"]
         if training.step > steps:
             raise UserError(
@@ -91,9 +100,23 @@ def restore(run: Path, training: Training, steps: int) -> None:
         torch.set_rng_state(
             torch.frombuffer(bytearray(base64.b64decode(trainer["random"])), dtype=torch.uint8)
         )
-    cut, absent = cut_after(run, training.step)
+    cut, absent = on_first(world, lambda: cut_after(run, training.step))
     if absent:
         _log.warning("metrics.jsonl lacks %d of the %d lines up to here", absent, training.step)
-    if newest is not None or cut:
+    if training.optimizer.mesh.first and (newest is not None or cut):
         where = newest.name if newest is not None else "step 0, as there is no checkpoint yet"
         _log.info("going on from %s; %d lines of metrics.jsonl after it were cut", where, cut)
+
+
+def _reopen(run: Path) -> Path | None:
+    """Tidies the folder of checkpoints and returns the newest whole one; no newer one is left beside it."""
+    if stale := remove_unfinished(run):
+        _log.warning("removed %d unfinished checkpoint folders that a killed run left", stale)
+    newest = latest_checkpoint(run)
+    if newest is None and list((run / FOLDER).glob("step_*")):
+        raise UserError(
+            f"{run / FOLDER}: none of its checkpoints is whole; restore one, or remove them all to begin at step 0"
+        )
+    if newest is not None:
+        set_broken_aside(run, newest)
+    return newest
