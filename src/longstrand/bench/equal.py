@@ -1,76 +1,140 @@
-"""Several ranks against one: log-probabilities and every gradient by name, in float64.
+"""Several ranks against one: loss, log-probabilities and every gradient by name, in float64.
 
-python -m longstrand.bench.equal
+longstrand bench equal
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from longstrand.bench import _small_models as small
+from longstrand.bench._arguments import command_line
+from longstrand.bench.figures import show
+from longstrand.data.pack import Pack
 from longstrand.memory import Levers
-from longstrand.parallel import Mesh, make_mesh, run_ranks
+from longstrand.model import Model, SideLosses
+from longstrand.model.parallelize import parallelize
+from longstrand.parallel import Mesh, as_stored, local_part, make_mesh, one_process, run_ranks
+
+LIMIT = 1e-10
+
+Axes = tuple[int, int, int]
+"""Sizes of data, context and expert."""
+
+AXES: tuple[Axes, ...] = (
+    *((1, context, 1) for context in (2, 3, 4)),
+    *((1, ranks, ranks) for ranks in (2, 4)),
+    *((ranks, 1, ranks) for ranks in (2, 4)),
+    (2, 1, 1),
+    (1, 4, 2),
+    (2, 2, 1),
+    (2, 2, 2),
+    (2, 2, 4),
+)
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model, a pack and how it is computed.
+    """A model, a step's packs and how it is computed.
 
     Attributes:
         kinds: layers, see `_small_models.architecture`.
-        lengths: of the pack's documents.
-        segments: per rank; None: as few as balance.
+        lengths: of each pack's documents.
+        segments: per context rank; None: as few as balance.
     """
 
-    lengths: tuple[int, ...] = (41,)
+    lengths: tuple[tuple[int, ...], ...] = ((41,),)
     kinds: str = "KDKD"
     mode: small.Mode = "sparse"
     segments: int | None = 2
     levers: Levers = field(default_factory=lambda: Levers(tile=5))
+    dtype: torch.dtype = torch.float64
+
+    def __str__(self) -> str:
+        levers = ", ".join(f"{n} {v}" for n, v in vars(self.levers).items() if v != getattr(Levers(), n))
+        packs = " | ".join(" ".join(map(str, pack)) for pack in self.lengths)
+        return f"{self.kinds}, {self.mode}, {packs}, {self.segments} segments, {levers}"
+
+
+TWO: tuple[tuple[int, ...], ...] = ((41,), (9, 1, 30, 1, 4))
+CASES: tuple[Case, ...] = (
+    *(Case(TWO, mode=mode) for mode in small.MODES),
+    Case(TWO, kinds="KDDK"),  # the second D shares what the first selected
+    Case(((7,), (2,))),  # not divisible, and shorter than the number of ranks
+    Case(((1,), (1, 1, 1))),
+    Case(((16, 16, 16), (15, 17, 16))),  # edges of documents on those of segments, and one before and after
+    Case(((17, 15, 16), (3, 40, 3, 2, 2)), segments=4),  # documents over three segments and more
+    Case(((9, 1, 30, 1, 4), (5, 5)), segments=8),  # segments of one token
+    Case(((63, 64, 65, 5),), segments=None),
+    Case(TWO, levers=Levers(tile=1)),
+    Case(TWO, levers=Levers(tile=100)),
+    Case(TWO, levers=Levers(tile=5, keep_every=2)),
+    Case(TWO, levers=Levers(tile=5, recompute=False)),
+    Case(TWO, levers=Levers(tile=5, offload="disk", spool="/tmp")),
+)
 
 
 def one(case: Case) -> dict[str, Tensor]:
-    """Log-probabilities, losses and gradients of one process."""
-    return _pass(case, small.model(case.kinds), None)
+    """What one process computes of all packs, by name."""
+    return _compute(case, one_process())
 
 
-def on_ranks(case: Case) -> dict[str, Tensor]:
-    """The same on this rank of as many as there are, summed over them."""
-    mesh = make_mesh(data=1, context=torch.distributed.get_world_size(), expert=1)
-    model = small.model(case.kinds)
-    model.mesh, model.segments = mesh, case.segments
-    return _pass(case, model, mesh)
+def on_ranks(cases: Sequence[Case], axes: Axes, receive: int = 16) -> list[dict[str, Tensor]]:
+    """The same on the ranks of a mesh, whole on each; to be called on all of them."""
+    mesh = make_mesh(data=axes[0], context=axes[1], expert=axes[2])
+    return [_compute(case, mesh, receive) for case in cases]
 
 
-def _pass(case: Case, model: Any, mesh: Mesh | None) -> dict[str, Tensor]:
-    given = small.pack(case.lengths)
-    side = small.losses(given, case.mode)
-    if not case.levers.recompute:
-        side.aux_scale = 0.0
+def differences(cases: Sequence[Case], axes: Axes) -> list[tuple[float, str]]:
+    """Of each case the largest relative difference between ranks and one process, and where it is."""
+    ranks = run_ranks(max(axes[0] * axes[1], 1), on_ranks, cases, axes, start="fork", timeout=600)
+    truths = [one(case) for case in cases]
+    return [
+        max(small.largest_difference(found[number], truth) for found in ranks)
+        for number, truth in enumerate(truths)
+    ]
+
+
+def _compute(case: Case, mesh: Mesh, receive: int = 16) -> dict[str, Tensor]:
+    model = small.model(case.kinds, dtype=case.dtype)
     small.train_only(model, *(["indexer"] if case.mode == "warmup" else []))
-    logprobs = model.token_logprobs(given, levers=case.levers, side=side)
-    if mesh is not None:
+    parallelize(model, mesh, segments=case.segments, receive=receive)
+    packs = [small.pack(lengths, seed=3 + number) for number, lengths in enumerate(case.lengths)]
+    found: dict[str, Tensor] = {}
+    kl, aux = 0.0, 0.0
+    for first in range(0, len(packs), mesh.data.size):
+        number = first + mesh.data.rank
+        pack = packs[number] if number < len(packs) else small.pack((1,))
+        weight = small.upstream(len(pack)) * (number < len(packs))
+        side = _side(case, pack, number < len(packs))
+        logprobs = model.token_logprobs(pack, levers=case.levers, side=side)
         _sum_counts(model, side, mesh)
-    (logprobs * small.upstream(len(given))).sum().backward()
-    found = {
-        f"gradient of {name}": torch.zeros_like(weight) if weight.grad is None else weight.grad
-        for name, weight in model.named_parameters()
-    }
-    found |= {"logprobs": logprobs.detach(), "indexer_kl": torch.tensor(side.indexer_kl, dtype=torch.float64)}
-    found |= {"aux": torch.tensor(side.aux, dtype=torch.float64)}
-    if mesh is not None:
-        for value in found.values():
-            mesh.world.sum(value)
+        (logprobs * weight.to(logprobs.dtype)).sum().backward()
+        kl, aux = kl + side.indexer_kl, aux + side.aux
+        for other in range(first, min(first + mesh.data.size, len(packs))):
+            held = logprobs.detach() if other == number else logprobs.new_zeros(len(packs[other]))
+            found[f"log-probabilities {other}"] = mesh.world.sum(held.clone())
+    for name, parameter in model.named_parameters():
+        found[f"gradient of {name}"] = _whole_gradient(parameter, mesh)
+    found["indexer_kl"] = torch.tensor(mesh.world.total(kl), dtype=torch.float64)
+    found["aux"] = torch.tensor(mesh.world.total(aux), dtype=torch.float64)
     return found
 
 
-def _sum_counts(model: Any, side: Any, mesh: Mesh) -> None:
-    """A rank without tokens has counted nothing."""
+def _side(case: Case, pack: Pack, counts: bool) -> SideLosses:
+    side = small.losses(pack, case.mode)
+    if not case.levers.recompute:
+        side.aux_scale = 0.0
+    return side if counts else replace(side, indexer_scale=0.0, aux_scale=0.0)
+
+
+def _sum_counts(model: Model, side: SideLosses, mesh: Mesh) -> None:
+    """Tokens per expert of the whole pack; a rank without tokens has counted nothing."""
     shape = model.architecture
     side.num_active = shape.num_experts_per_tok
     for layer, kind in enumerate(shape.mlp_layer_types):
@@ -79,12 +143,39 @@ def _sum_counts(model: Any, side: Any, mesh: Mesh) -> None:
             side.expert_counts[layer] = mesh.context.sum(side.expert_counts.get(layer, none))
 
 
-def difference(case: Case, num_ranks: int) -> tuple[float, str]:
-    """Largest relative difference of anything by name, and which it is."""
-    ranks = run_ranks(num_ranks, on_ranks, case, start="fork", timeout=300)
-    truth = one(case)
-    return max(small.largest_difference(each, truth) for each in ranks)
+def _whole_gradient(parameter: Tensor, mesh: Mesh) -> Tensor:
+    """Of a parameter, whatever part of it is here; zeros where nothing reached it."""
+    part = local_part(parameter)
+    grad = (
+        torch.zeros_like(part, dtype=torch.float64) if parameter.grad is None else local_part(parameter.grad)
+    )
+    whole: Any = as_stored(grad.detach().clone(), parameter, mesh)
+    return whole.full_tensor() if whole.shape != grad.shape or hasattr(whole, "full_tensor") else grad
 
 
-def several(cases: Sequence[Case]) -> list[dict[str, Tensor]]:
-    return [on_ranks(case) for case in cases]
+def measure(axes: Sequence[Axes] = AXES, cases: Sequence[Case] = CASES) -> list[dict[str, Any]]:
+    """One record per mesh."""
+    return [_record(each, cases) for each in axes]
+
+
+def _record(axes: Axes, cases: Sequence[Case]) -> dict[str, Any]:
+    found = differences(cases, axes)
+    value, where = max(found)
+    by_case = {str(case): list(each) for case, each in zip(cases, found, strict=True)}
+    name = " x ".join(
+        f"{n} {size}" for n, size in zip(("data", "context", "expert"), axes, strict=True) if size > 1
+    )
+    return {
+        "name": name,
+        "asked": LIMIT,
+        "measured": value,
+        "pass": value <= LIMIT,
+        "detail": {"worst": where} | by_case,
+    }
+
+
+def main(arguments: Sequence[str]) -> int:
+    """`longstrand bench equal`."""
+    command_line("equal", __doc__).parse_args(list(arguments))
+    torch.set_num_threads(1)
+    return show(measure())

@@ -38,18 +38,14 @@ def scan_layers(
     levers: Levers,
     side: SideLosses,
     end: ScanEnd | None = None,
-    most_tiles: int | None = None,
 ) -> Float[Tensor, "T ..."]:
     """What `end` makes of the mean over streams of the last layer's output; the mean itself without one.
 
     Differentiable by `.backward()`: the parameters of `layers` and `end` accumulate their gradients while the scan
     walks back; `autograd.grad` sees only the embedding. Without a graph a tile goes through all layers at once and
     only carries are kept (`TileWalk`): the same bits. Where several ranks share the pack (`layout.shard`), each one
-    computes its own tokens (`SharedWalk`), and those of others are zero in what is returned.
-
-    Args:
-        most_tiles: of the rank with the most tiles among those that share weights or experts with this one: all of them
-            go through the model layer by layer; None for a rank alone.
+    computes its own tokens (`SharedWalk`), and those of others are zero in what is returned. Ranks that share
+    weights or experts go through the model layer by layer, with a graph or without (`layout.most_tiles`).
     """
     if not levers.recompute and (side.indexer == "warmup" or side.aux_scale):
         raise ValueError(
@@ -59,9 +55,9 @@ def scan_layers(
     trains = any(layer.trains() for layer in layers) or embedding.requires_grad or end.trains()
     keeps = torch.is_grad_enabled() and trains
     kind = Walk if layout.shard is None else SharedWalk
-    if not keeps and kind is Walk and most_tiles is None:
+    if not keeps and kind is Walk and layout.most_tiles is None:
         return TileWalk(embedding, layers, layout, hc_mult, side).through(tokens, levers.tile, end)
-    walk = kind(embedding, tokens, layers, layout, hc_mult, levers, side, end, keeps, most_tiles or 0)
+    walk = kind(embedding, tokens, layers, layout, hc_mult, levers, side, end, keeps)
     if not keeps:
         with torch.no_grad():
             return walk.forward()

@@ -132,8 +132,8 @@ class SharedWalk(Walk):
         stream = self.inputs.pop(index, None)
         layer = self._shared(index)
         layer.gather_weights()
-        self._idle_back(index)
         back = _LayerBack(self, index, stream, dy)
+        self._idle_back(index)  # here, as forward: between the exchanges of the layer's mixer
         back.to_the_middle(above)
         back.passage.exchange_back()
         back.to_the_input(lambda tile, dx: self._hand_down(index, stream, tile, dx))

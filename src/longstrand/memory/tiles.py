@@ -64,11 +64,14 @@ class PackLayout:
         segments: the tokens of this rank, as [start, stop) in the pack, first to last.
         num_tokens: of this rank.
         num_pools: pools of the latents' buffer; `kpool` slots each.
+        most_tiles: of the rank with the most among those that share weights or experts with this one; None where there
+            is none.
     """
 
     def __init__(
         self, starts: Int[Tensor, "S1"], kpool: int, device: torch.device, shard: Shard | None = None
     ) -> None:
+        self.most_tiles: int | None = None
         self.starts, self.kpool, self.device, self.shard = starts.to(device), kpool, device, shard
         pools = -(-self.starts.diff() // kpool)
         self.first_pools = torch.cat([pools.new_zeros(1), pools.cumsum(0)])

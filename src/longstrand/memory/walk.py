@@ -33,7 +33,6 @@ class Walk:
     side: SideLosses
     end: ScanEnd
     keeps: bool = True  # what backward needs
-    most_tiles: int = 0  # of any rank that this one shares experts with
     inputs: dict[int, Stream] = field(default_factory=dict)
     borders: dict[int, Borders] = field(default_factory=dict)
     choices: dict[int, Choices] = field(default_factory=dict)
@@ -241,20 +240,23 @@ class Walk:
                 done.free()
             del self.choices[index], self.borders[index]
 
+    @property
+    def _missing_tiles(self) -> int:
+        return (self.layout.most_tiles or 0) - self.layout.num_tiles(self.levers.tile)
+
     def _idle_forward(self, index: int, *, kept: bool = False, choose: bool = True) -> None:
         """Takes part in the tiles that other ranks have and this one has not."""
-        missing = self.most_tiles - self.layout.num_tiles(self.levers.tile)
-        backs = [self.layers[index].idle(self.side, choose=choose) for _ in range(missing)]
+        backs = [self.layers[index].idle(self.side, choose=choose) for _ in range(self._missing_tiles)]
         if kept and not self.levers.recompute:
             self.idle[index] = backs
 
     def _idle_back(self, index: int) -> None:
+        """The same on the way back, last tile first: what went there together comes back together."""
         if self.levers.recompute:
-            missing = self.most_tiles - self.layout.num_tiles(self.levers.tile)
-            for _ in range(missing):
+            for _ in range(self._missing_tiles):
                 self.layers[index].idle(self.side, choose=False)()
         else:
-            for back in self.idle.pop(index):
+            for back in reversed(self.idle.pop(index)):
                 back()
 
     def _read(self, stream: Stream | None, tile: Tile) -> Tensor:

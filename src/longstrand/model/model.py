@@ -109,6 +109,7 @@ class Model(nn.Module):
             raise ValueError(f"token {largest} is beyond the vocabulary of {self.architecture.vocab_size}")
         device = self.norm.weight.device
         layout = PackLayout(pack.starts, self.architecture.index_kpool, device, self._shard(pack))
+        layout.most_tiles = self._most_tiles(layout.num_tiles(levers.tile))
         return scan_layers(
             self.embed_tokens.weight,
             pack.tokens.to(device),
@@ -118,7 +119,6 @@ class Model(nn.Module):
             levers=levers,
             side=side,
             end=end,
-            most_tiles=self._most_tiles(layout.num_tiles(levers.tile)),
         )
 
     def _most_tiles(self, num_tiles: int) -> int | None:

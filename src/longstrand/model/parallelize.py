@@ -9,7 +9,28 @@ import torch
 from torch import nn
 
 from longstrand.model.ffn import MixtureOfExperts
-from longstrand.parallel import Axis, Spread
+from longstrand.model.model import Model
+from longstrand.model.sharding import shard_weights
+from longstrand.parallel import Axis, Mesh, Spread
+
+
+def parallelize(
+    model: Model, mesh: Mesh, *, segments: int | None = None, receive: int = 4096, shard: bool = True
+) -> Model:
+    """Makes a model one rank's part of a mesh; on one process it stays as it is. The order matters.
+
+    Args:
+        model: the same on all ranks, with what trains marked (`requires_grad`).
+        segments: of each pack per context rank; None: the fewest that balance attention.
+        receive: most rows, a token with one of its experts each, that a rank receives at once.
+        shard: False leaves every rank all weights; gradients are then the caller's to sum.
+    """
+    # 1. Tokens: each rank of `context` computes its segments of every pack, see SharedWalk.
+    model.mesh, model.segments = mesh, segments
+    # 2. Experts: each rank of `expert` keeps its own; tokens go to them.
+    spread_experts(model, mesh.expert, receive)
+    # 3. Weights: every rank keeps its rows; a pass gathers a layer at a time and reduces its gradients once.
+    return shard_weights(model, mesh) if shard else model
 
 
 @dataclass(frozen=True)
