@@ -1,7 +1,7 @@
 """What bounds the memory of a step: the scan over tiles and its levers."""
 
 from longstrand.memory.levers import Levers, levers_of
-from longstrand.memory.protocol import ScanEnd, ScanLayer, SideLosses, TileGraph
+from longstrand.memory.protocol import ScanEnd, ScanLayer, SideLosses, TileGraph, Watch
 from longstrand.memory.scan import scan_layers
 from longstrand.memory.tile_walk import TileWalk
 
@@ -12,6 +12,7 @@ __all__ = [
     "SideLosses",
     "TileGraph",
     "TileWalk",
+    "Watch",
     "levers_of",
     "scan_layers",
 ]

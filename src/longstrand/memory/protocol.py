@@ -15,6 +15,17 @@ from longstrand.memory.tiles import PackLayout, Tile
 Choices = dict[str, Tensor]
 
 
+@runtime_checkable
+class Watch(Protocol):
+    """Sees what passes between layers; for checks, since it slows a pass down."""
+
+    def output(self, layer: int, tile: Tile, y: Float[Tensor, "T R D"]) -> None:
+        """A tile of a layer's output, once per pass."""
+
+    def gradient(self, layer: int, at: int, dx: Float[Tensor, "T R D"]) -> None:
+        """To be added to the gradient of a layer's input, from position `at` of the pack on; several times for some."""
+
+
 @dataclass
 class SideLosses:
     """What training asks of a pass beside the log-probabilities, and what the pass reports.
@@ -28,6 +39,7 @@ class SideLosses:
         num_active: experts per token, as counted.
         indexer_kl: sum of the KL over rows and layers in nats, known after backward.
         aux: auxiliary loss of the pack (unscaled), known after backward.
+        watch: what sees the pass, for checks.
     """
 
     indexer: Literal["frozen", "sparse", "warmup"] = "frozen"
@@ -37,6 +49,7 @@ class SideLosses:
     num_active: int = 0
     indexer_kl: float = 0.0
     aux: float = 0.0
+    watch: Watch | None = None
 
     def __post_init__(self) -> None:
         if self.indexer not in ("frozen", "sparse", "warmup"):

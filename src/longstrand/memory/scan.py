@@ -55,7 +55,7 @@ def scan_layers(
     trains = any(layer.trains() for layer in layers) or embedding.requires_grad or end.trains()
     keeps = torch.is_grad_enabled() and trains
     kind = Walk if layout.shard is None else SharedWalk
-    if not keeps and kind is Walk and layout.most_tiles is None:
+    if not keeps and kind is Walk and layout.most_tiles is None and side.watch is None:
         return TileWalk(embedding, layers, layout, hc_mult, side).through(tokens, levers.tile, end)
     walk = kind(embedding, tokens, layers, layout, hc_mult, levers, side, end, keeps)
     if not keeps:

@@ -120,7 +120,7 @@ class SharedWalk(Walk):
                         self.borders[index].push(layer.keep(carry))
                     x = self._read(source, tile)
                     y, carry = layer.forward_tile(x, tile, carry, rows, self.side, choose=True)
-                put(tile, y)
+                self._pass_on(index, tile, y, put)
         if kept and not keeps_graphs:
             passage.rest()
         self._idle_forward(index, kept=kept)
@@ -147,6 +147,8 @@ class SharedWalk(Walk):
 
     def _add(self, index: int, stream: Stream | None, tile: Tile, rows: Tensor) -> None:
         """Adds to the gradient of a tile's last rows, wherever `_hand_down` put it."""
+        if self.side.watch is not None:
+            self.side.watch.gradient(index, tile.positions.stop - len(rows), rows)
         if index > self.first and stream is not None:
             dx = stream.read(tile).clone()
             dx[len(tile) - len(rows) :] += rows

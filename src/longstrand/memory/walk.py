@@ -112,9 +112,14 @@ class Walk:
                 if index in self.borders:
                     self.borders[index].push(layer.keep(carry))
                 y, carry = layer.forward_tile(x, tile, carry, rows, side, choose=True)
-            put(tile, y)
+            self._pass_on(index, tile, y, put)
         self._idle_forward(index, kept=kept)
         layer.free_weights()
+
+    def _pass_on(self, index: int, tile: Tile, y: Tensor, put: Callable[[Tile, Tensor], None]) -> None:
+        if self.side.watch is not None:
+            self.side.watch.output(index, tile, y)
+        put(tile, y)
 
     def _new_choices(self, index: int) -> Choices:
         below = self.choices.get(index - 1, {})
@@ -177,6 +182,8 @@ class Walk:
 
     def _hand_down(self, index: int, stream: Stream | None, tile: Tile, dx: Tensor) -> None:
         """The gradient of a tile's input, to the layer below or to the embedding."""
+        if self.side.watch is not None:
+            self.side.watch.gradient(index, tile.at, dx)
         if index > self.first and stream is not None:
             stream.write(tile, dx)
         elif self.d_embedding is not None:
