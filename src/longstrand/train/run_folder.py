@@ -19,6 +19,9 @@ from longstrand.ops.native import use_native
 MAY_CHANGE = {"kernels.cpu", "memory.spool", "run.out", "train.steps"}
 """Settings that a resumed run may have otherwise than the run it goes on with; other kernels round otherwise."""
 
+MAY_BE_THERE = {"log.txt", "certificate.json"}
+"""Files of a folder that holds no run yet."""
+
 
 @contextmanager
 def open_run(recipe: Recipe, *, resume: bool) -> Iterator[tuple[Path, Recipe]]:
@@ -34,7 +37,7 @@ def open_run(recipe: Recipe, *, resume: bool) -> Iterator[tuple[Path, Recipe]]:
     """
     run = Path(recipe.run.out).expanduser()
     check_unused(run, resume=resume)
-    _make(run)
+    make_folder(run)
     with _lock(run):
         used = check_unused(run, resume=resume)
         resolved = resolve_recipe(recipe)
@@ -55,7 +58,7 @@ def check_unused(run: Path, *, resume: bool) -> bool:
         UserError: it holds one and `resume` is not set, or it holds something else.
     """
     try:
-        found = sorted(p.name for p in run.iterdir() if not p.name.startswith(".") and p.name != "log.txt")
+        found = sorted(p.name for p in run.iterdir() if not p.name.startswith(".") and p.name not in MAY_BE_THERE)
     except FileNotFoundError:
         return False
     except OSError as error:
@@ -131,7 +134,12 @@ def _if_there(name: str | None) -> str | None:
     return _absolute(name) if name is not None and Path(name).expanduser().exists() else name
 
 
-def _make(run: Path) -> None:
+def make_folder(run: Path) -> None:
+    """Makes it where it is not there.
+
+    Raises:
+        UserError: it cannot be made.
+    """
     try:
         run.mkdir(parents=True, exist_ok=True)
     except OSError as error:
