@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -28,6 +28,7 @@ from longstrand.model import Model, load_model
 from longstrand.train.run_folder import check_unused, make_folder, resolve_recipe
 from longstrand.trained import model_source, require_finite
 
+NAMES = ("ranks", "packs", "tiles", "levers", "resume")
 TOKENS = 2048
 LIMIT = 1e-10
 """Of float64: what exceeds it is wrong arithmetic and not rounding."""
@@ -59,7 +60,12 @@ def run_certification(
 
 
 def certify(
-    recipe: Recipe, *, tokens: int = TOKENS, ranks: int | None = None, start: Start = "spawn"
+    recipe: Recipe,
+    *,
+    tokens: int = TOKENS,
+    ranks: int | None = None,
+    start: Start = "spawn",
+    only: Collection[str] = NAMES,
 ) -> Certificate:
     """Compares, in float64, ways to compute the same step that must agree; knows of no fault in particular.
 
@@ -67,6 +73,7 @@ def certify(
         tokens: of all packs together.
         ranks: of the context axis, in place of the recipe's axes.
         start: how ranks begin.
+        only: names of the checks to make.
 
     Raises:
         UserError: the recipe, its inputs, its folder or an option cannot be used.
@@ -84,6 +91,8 @@ def certify(
         subject = Subject.open(resolved, axes, tokens, folder, start)
         checks: list[Check] = []
         for planned in subject.plan():
+            if planned.name not in only:
+                continue
             progress.print(f"certify: {planned.name}, {planned.settings} ...", highlight=False, markup=False)
             began = time.perf_counter()
             difference = planned.measure()

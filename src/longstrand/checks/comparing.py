@@ -115,7 +115,7 @@ def _backward(
 
 
 def _parameters(wrong: set[str], parameters: Mapping[str, float], names: Names) -> str:
-    """The groups that differ, with their layers; a layer of which all differ, as a layer."""
+    """The groups that differ in the uppermost layer, with the other layers where the same ones do."""
     of_layer: dict[int, set[str]] = {}
     for name in wrong:
         if name.startswith("layers."):
@@ -123,10 +123,9 @@ def _parameters(wrong: set[str], parameters: Mapping[str, float], names: Names) 
     if not of_layer:
         return ", ".join(sorted({names.groups[name] for name in wrong}))
     top = max(of_layer)
-    prefix = f"layers.{top}."
-    if {name for name in parameters if name.startswith(prefix)} == of_layer[top]:
-        return f"all weights of {names.layer(top)}"
     groups = {names.groups[name] for name in of_layer[top]}
+    if groups == {names.groups[name] for name in parameters if name.startswith(f"layers.{top}.")}:
+        return f"all groups of {names.layer(top)}"
     same = [i for i in sorted(of_layer) if {names.groups[name] for name in of_layer[i]} == groups]
     return f"{', '.join(sorted(groups))} of layer{'s' * (len(same) > 1)} {', '.join(map(str, same))}"
 

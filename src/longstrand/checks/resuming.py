@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Literal
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from longstrand.checks.comparing import Difference, Names, exceeds, largest
 from longstrand.checks.computing import Job, Start, open_model
 from longstrand.checks.on_ranks import take_step_on
 from longstrand.checks.sample import Packs, draw_packs, packs_of
+from longstrand.checks.watching import gathered
 from longstrand.data import open_data
 from longstrand.parallel import run_ranks
 from longstrand.train.saving import Training, restore, save
@@ -28,7 +28,7 @@ class State:
     """What a run is after its second step.
 
     Attributes:
-        tensors: of model and optimizer, whole; empty on all ranks but the first.
+        tensors: of model and optimizer, whole on the first rank.
         packs: of the second step, as the loader gave them.
     """
 
@@ -112,12 +112,8 @@ def _open(job: Job) -> Training:
 
 
 def _whole_tensors(training: Training) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
-    for name, tensor in training.tensors().items():
-        values = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        if training.optimizer.mesh.first:
-            found[name] = values.detach().clone()
-    return found
+    mesh = training.optimizer.mesh
+    return {name: gathered(tensor.detach(), mesh).clone() for name, tensor in training.tensors().items()}
 
 
 def _group(tensor: str, names: Names) -> str:

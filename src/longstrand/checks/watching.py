@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +15,7 @@ from longstrand.data import Pack
 from longstrand.memory import SideLosses
 from longstrand.memory.tiles import Tile
 from longstrand.model import Model
-from longstrand.parallel import as_stored
+from longstrand.parallel import Mesh, as_stored
 from longstrand.train.optimizer import Optimizer
 
 Piece = tuple[int, int, Tensor]
@@ -105,9 +106,18 @@ class WatchedOptimizer(Optimizer):
 
 def whole(rows: Tensor, parameter: Tensor, optimizer: Optimizer) -> Tensor:
     """All rows of a sharded tensor, from those of each rank; a copy on the first rank, nothing on the others."""
-    stored = as_stored(rows.detach().clone(), parameter, optimizer.mesh)
-    values = stored.full_tensor() if isinstance(stored, DTensor) else stored
-    return values if optimizer.mesh.first else values[:0]
+    return gathered(as_stored(rows.detach().clone(), parameter, optimizer.mesh), optimizer.mesh)
+
+
+def gathered(stored: Tensor, mesh: Mesh) -> Tensor:
+    """A tensor as a checkpoint sees it, whole on the first rank; nothing on the others."""
+    if isinstance(stored, DTensor):
+        log = logging.getLogger("torch.distributed.tensor._redistribute")  # warns of a slow gather, here a rare one
+        level = log.level
+        log.setLevel(logging.ERROR)
+        stored = stored.full_tensor()
+        log.setLevel(level)
+    return stored if mesh.first else stored.new_empty(0)
 
 
 def put_together(ranks: Sequence[Seen]) -> Found:
