@@ -185,9 +185,7 @@ class Subject:
         dtype = changes.get("dtype", "float64")
 
         def measure() -> Difference:
-            return compare(
-                compute(self.job(**changes), self.start), self._truth(dtype), self.names, limit
-            )
+            return compare(compute(self.job(**changes), self.start), self._truth(dtype), self.names, limit)
 
         return Planned(name, settings, limit, measure)
 

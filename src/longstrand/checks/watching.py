@@ -112,7 +112,9 @@ def whole(rows: Tensor, parameter: Tensor, optimizer: Optimizer) -> Tensor:
 def gathered(stored: Tensor, mesh: Mesh) -> Tensor:
     """A tensor as a checkpoint sees it, whole on the first rank; nothing on the others."""
     if isinstance(stored, DTensor):
-        log = logging.getLogger("torch.distributed.tensor._redistribute")  # warns of a slow gather, here a rare one
+        log = logging.getLogger(
+            "torch.distributed.tensor._redistribute"
+        )  # warns of a slow gather, here a rare one
         level = log.level
         log.setLevel(logging.ERROR)
         stored = stored.full_tensor()

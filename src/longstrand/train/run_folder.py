@@ -58,7 +58,9 @@ def check_unused(run: Path, *, resume: bool) -> bool:
         UserError: it holds one and `resume` is not set, or it holds something else.
     """
     try:
-        found = sorted(p.name for p in run.iterdir() if not p.name.startswith(".") and p.name not in MAY_BE_THERE)
+        found = sorted(
+            p.name for p in run.iterdir() if not p.name.startswith(".") and p.name not in MAY_BE_THERE
+        )
     except FileNotFoundError:
         return False
     except OSError as error:
