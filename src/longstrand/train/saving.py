@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -15,6 +15,7 @@ from longstrand.atomic import write_atomic
 from longstrand.data import Data, Loader
 from longstrand.errors import UserError
 from longstrand.model import Model
+from longstrand.parallel import Mesh, by_first, one_process, together
 from longstrand.state import (
     FOLDER,
     latest_checkpoint,
@@ -38,6 +39,7 @@ class Training:
     optimizer: Optimizer
     data: Data
     loader: Loader
+    mesh: Mesh = field(default_factory=one_process)
     step: int = 0
 
     def tensors(self) -> dict[str, Tensor]:
@@ -47,7 +49,35 @@ class Training:
 
 
 def save(run: Path, training: Training, keep: int) -> Path:
-    """Writes a checkpoint, then deletes all but the newest `keep`, then the ledger; returns the new folder."""
+    """Writes a checkpoint, then deletes all but the newest `keep`, then the ledger; returns the new folder.
+
+    Every rank calls it; the first one writes, and the others wait until it has.
+    """
+    return by_first(training.mesh.world, lambda: _write(run, training, keep))
+
+
+def write_ledger(run: Path, training: Training) -> None:
+    """Writes data.json: what the data is, and what of it was shown up to this step."""
+    write_atomic(run / "data.json", json.dumps(training.data.ledger.as_dict(), indent=1))
+
+
+def restore(run: Path, training: Training, steps: int) -> None:
+    """Goes back to the newest whole checkpoint, if there is one, and cuts the metrics after it.
+
+    The first rank chooses it and puts the folder in order; every rank loads it.
+
+    Raises:
+        UserError: no checkpoint is whole, it is beyond `steps`, or it belongs to another recipe or other data.
+    """
+    world = training.mesh.world
+    newest = by_first(world, lambda: _newest(run))
+    with together(world):
+        if newest is not None:
+            _load(newest, training, steps)
+    by_first(world, lambda: _cut_metrics(run, training.step, newest))
+
+
+def _write(run: Path, training: Training, keep: int) -> Path:
     trainer = {
         "updates": training.optimizer.updates,
         "loader": training.loader.state_dict(),
@@ -59,17 +89,7 @@ def save(run: Path, training: Training, keep: int) -> Path:
     return folder
 
 
-def write_ledger(run: Path, training: Training) -> None:
-    """Writes data.json: what the data is, and what of it was shown up to this step."""
-    write_atomic(run / "data.json", json.dumps(training.data.ledger.as_dict(), indent=1))
-
-
-def restore(run: Path, training: Training, steps: int) -> None:
-    """Goes back to the newest whole checkpoint, if there is one, and cuts the metrics after it.
-
-    Raises:
-        UserError: no checkpoint is whole, it is beyond `steps`, or it belongs to another recipe or other data.
-    """
+def _newest(run: Path) -> Path | None:
     if stale := remove_unfinished(run):
         _log.warning("removed %d unfinished checkpoint folders that a killed run left", stale)
     newest = latest_checkpoint(run)
@@ -79,21 +99,26 @@ def restore(run: Path, training: Training, steps: int) -> None:
         )
     if newest is not None:
         set_broken_aside(run, newest)
-        trainer = load_checkpoint(newest, training.tensors())
-        training.step = trainer["step"]
-        if training.step > steps:
-            raise UserError(
-                f"train.steps = {steps}: the newest checkpoint is of step {training.step}; set train.steps to "
-                f"{training.step} or more"
-            )
-        training.optimizer.continue_from(trainer["updates"])
-        training.loader.load_state_dict(trainer["loader"])
-        torch.set_rng_state(
-            torch.frombuffer(bytearray(base64.b64decode(trainer["random"])), dtype=torch.uint8)
+    return newest
+
+
+def _load(checkpoint: Path, training: Training, steps: int) -> None:
+    trainer = load_checkpoint(checkpoint, training.tensors())
+    training.step = trainer["step"]
+    if training.step > steps:
+        raise UserError(
+            f"train.steps = {steps}: the newest checkpoint is of step {training.step}; set train.steps to "
+            f"{training.step} or more"
         )
-    cut, absent = cut_after(run, training.step)
+    training.optimizer.continue_from(trainer["updates"])
+    training.loader.load_state_dict(trainer["loader"])
+    torch.set_rng_state(torch.frombuffer(bytearray(base64.b64decode(trainer["random"])), dtype=torch.uint8))
+
+
+def _cut_metrics(run: Path, step: int, newest: Path | None) -> None:
+    cut, absent = cut_after(run, step)
     if absent:
-        _log.warning("metrics.jsonl lacks %d of the %d lines up to here", absent, training.step)
+        _log.warning("metrics.jsonl lacks %d of the %d lines up to here", absent, step)
     if newest is not None or cut:
         where = newest.name if newest is not None else "step 0, as there is no checkpoint yet"
         _log.info("going on from %s; %d lines of metrics.jsonl after it were cut", where, cut)

@@ -21,6 +21,11 @@ class Stopped(LongstrandError):
     def __init__(self, number: int, message: str) -> None:
         super().__init__(f"stopped by {signal.Signals(number).name}: {message}")
         self.exit_code = 128 + number
+        self._given = (number, message)
+
+    def __reduce__(self) -> tuple[type[Stopped], tuple[int, str]]:
+        """So that one process can hand it to another."""
+        return Stopped, self._given
 
 
 class StopRequests:
