@@ -62,7 +62,8 @@ def train_through_ray(
             f'--ray {address}: Ray is not installed; pip install "longstrand[ray]", or start with --workers or torchrun'
         ) from error
     go_on = resume_command(Path(recipe.run.out).expanduser().absolute())
-    with _ended_by_signals(go_on), _session(address, workers) as folder:
+    # Twice, since Ray takes SIGTERM for itself when it starts.
+    with _ended_by_signals(go_on), _session(address, workers) as folder, _ended_by_signals(go_on):
         desk: Any = ray.remote(num_cpus=0)(_Desk)
         desk = desk.remote()
         config = {"recipe": recipe, "resume": resume, "folder": str(Path.cwd()), "desk": desk}
@@ -254,9 +255,10 @@ def _failure(
     if users:
         return users[0]
     if lost:
-        words = str(error.worker_failures[lost[0]]).splitlines()  # type: ignore[attr-defined]
-        why = next((line for line in words if "exit type" in line), words[0] if words else "no word of it")
-        return RunFailed(f"rank {lost[0]} of {workers} died; the others were ended ({why.strip()})")
+        return RunFailed(
+            f"rank {lost[0]} of {workers} died without a word (a signal such as that of the out-of-memory killer, or a "
+            "crash); the others were ended"
+        )
     if told:
         rank, _, trace = told[0]
         return RunFailed(f"rank {rank} of {workers} failed:\n{trace}")

@@ -79,7 +79,7 @@ def train(recipe: Recipe, *, resume: bool = False, dry_run: bool = False, mesh: 
         said_once(mesh.world, Stopped),
         open_run(recipe, resume=resume, mesh=mesh) as (run, resolved),
         logged_to(console, log_file(run, mesh.world.rank)),
-        StopRequests() as stop,
+        StopRequests(silent=not mesh.first) as stop,
         PeakMemory() as memory,
         clean_spool(resolved),
     ):
