@@ -30,6 +30,7 @@ from longstrand.train.signals import Stopped
 
 _OBJECT_STORE_BYTES = 100 * 2**20  # only a recipe and lines of text pass through it
 _POLL_SECONDS = 0.3
+_ANSWER_SECONDS = 10
 _SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_enable_metrics_collection": "0",
@@ -175,12 +176,8 @@ def _session(address: str, workers: int) -> Iterator[Path | None]:
     import ray
 
     if address != "local":
-        try:
-            ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING)
-        except (ConnectionError, ValueError) as error:
-            raise UserError(
-                f'--ray {address}: no cluster answers there ({error}); check the address, or use "local"'
-            ) from error
+        _require_cluster(address)
+        ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING)
         try:
             yield None
         finally:
@@ -201,6 +198,19 @@ def _session(address: str, workers: int) -> Iterator[Path | None]:
     finally:
         ray.shutdown()
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _require_cluster(address: str) -> None:
+    """Ray itself would try for many minutes."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or "/" in host:
+        raise UserError(f'--ray {address}: must be "local", or HOST:PORT of a cluster, such as 10.0.0.1:6379')
+    try:
+        socket.create_connection((host, int(port)), timeout=_ANSWER_SECONDS).close()
+    except (OSError, OverflowError) as error:
+        raise UserError(
+            f'--ray {address}: no cluster answers there ({error}); check the address, or use "local"'
+        ) from error
 
 
 @contextmanager
