@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
-from types import FrameType
+from types import FrameType, TracebackType
 from typing import Any
 
 import torch.distributed as dist
@@ -120,24 +120,38 @@ class _ToDesk(io.TextIOBase):
         return len(text)
 
 
+class _Telling:
+    """Tells the desk what ends a worker, whatever it is."""
+
+    def __init__(self, desk: Any, rank: int) -> None:
+        self._desk, self._rank = desk, rank
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        import ray
+
+        if isinstance(error, LongstrandError):
+            ray.get(self._desk.fail.remote(self._rank, error, ""))
+        elif error is not None:
+            ray.get(self._desk.fail.remote(self._rank, None, "".join(traceback.format_exception(error))))
+
+
 def _train_worker(config: dict[str, Any]) -> None:
     """What each worker runs; Ray Train has joined them before."""
     import ray
 
     desk, world = config["desk"], Axis("world", dist.group.WORLD)
     logging.getLogger("longstrand").propagate = False  # Ray's own handler would show each line again
-    try:
-        with redirect_stderr(_ToDesk(desk) if world.rank == 0 else sys.stderr):
-            _enter(config["folder"], world.rank)
-            run = train_as_rank(config["recipe"], world, resume=config["resume"])
+    shown = _ToDesk(desk) if world.rank == 0 else sys.stderr
+    with _Telling(desk, world.rank), redirect_stderr(shown):
+        _enter(config["folder"], world.rank)
+        run = train_as_rank(config["recipe"], world, resume=config["resume"])
         if world.rank == 0:
             ray.get(desk.finish.remote(run))
-    except LongstrandError as error:
-        ray.get(desk.fail.remote(world.rank, error, ""))
-        raise
-    except Exception:
-        ray.get(desk.fail.remote(world.rank, None, traceback.format_exc()))
-        raise
 
 
 def _enter(folder: str, rank: int) -> None:
