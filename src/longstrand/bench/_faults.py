@@ -1,6 +1,6 @@
 """Faults of training on many ranks, each of which can be put into the product: it runs, and is wrong.
 
-Each is a context; processes that are forked inside it have the fault, too. On one process none but the last has an effect.
+Each is a context; processes that are forked inside it have the fault, too. On one process only the last has an effect.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import textwrap
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
-import longstrand.checks.on_ranks
 from longstrand.data import Pack
 from longstrand.memory import SideLosses
 from longstrand.memory.protocol import Choices, ScanEnd
@@ -29,6 +29,7 @@ from longstrand.parallel import dispatch
 from longstrand.parallel.affine import AffineScan
 from longstrand.parallel.halo import Halo
 from longstrand.train.optimizer import Optimizer, norm
+from longstrand.train.step import _Passes
 
 Context = AbstractContextManager[Any]
 
@@ -80,10 +81,10 @@ def mean_of_means() -> Context:
         return total * mesh.world.size
 
     return _rewritten(
-        longstrand.checks.on_ranks._Passes,
+        _Passes,
         "backward",
-        "total = sum(float(pack.weight.double().sum()) for pack in self.packs)",
-        "total = own_weight(self.model, self.packs)",
+        "total_weight = sum(float(pack.weight.double().sum()) for pack in self.packs)",
+        "total_weight = own_weight(self.model, self.packs)",
         own_weight=own_weight,
     )
 
@@ -128,7 +129,7 @@ def labels_after_sharding() -> Context:
         shard = self._shard(pack)
         if shard is not None and end is not None:
             spans, targets = shard.deal.owned_by(shard.axis.rank), pack.targets.clone()
-            for (_, stop), (start, _) in zip(spans, spans[1:], strict=False):
+            for (_, stop), (start, _) in pairwise(spans):
                 targets[stop - 1] = pack.tokens[start]
             end._targets = targets  # type: ignore[attr-defined]
         return own(self, pack, levers, side, end)

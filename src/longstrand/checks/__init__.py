@@ -1,1 +1,1 @@
-"""What must be equal on a user's own model and data: ranks and one process, packs and documents, tiles, levers, resume."""
+"""What must be equal on a user's own model and data: ranks, packs, tiles, levers, a resumed run."""

@@ -15,18 +15,18 @@ from rich.console import Console
 
 from longstrand.checks.certificate import WIDTH, Certificate, Check
 from longstrand.checks.comparing import Difference, Names, compare
-from longstrand.checks.computing import Dtype, Job, Start, compute
+from longstrand.checks.computing import ONE_PROCESS, Dtype, Job, Start, compute
 from longstrand.checks.coverage import not_checked
 from longstrand.checks.resuming import Run, State, compare_states
 from longstrand.checks.sample import Packs, alone, draw_packs, num_tokens
 from longstrand.checks.watching import Found
-from longstrand.config import ParallelSection, Recipe
-from longstrand.data import open_data
+from longstrand.config import KernelsSection, ParallelSection, Recipe
 from longstrand.errors import CheckFailed, UserError
 from longstrand.memory import Levers, levers_of
-from longstrand.model import Model, load_model
+from longstrand.model import Model
 from longstrand.train.run_folder import check_unused, make_folder, resolve_recipe
-from longstrand.trained import model_source, require_finite
+from longstrand.train.sft import prepare
+from longstrand.trained import model_source
 
 NAMES = ("ranks", "packs", "tiles", "levers", "resume")
 TOKENS = 2048
@@ -134,17 +134,10 @@ class Subject:
     @classmethod
     def open(cls, recipe: Recipe, axes: ParallelSection, tokens: int, folder: str, start: Start) -> Subject:
         source = model_source(recipe.model)
-        data = open_data(recipe.data, seed=recipe.run.seed, model_folder=source if source.is_dir() else None)
-        model = load_model(source, torch.float64, seed=recipe.run.seed, init=recipe.model.init)
-        require_finite(model, str(source))
-        if data.max_token >= model.architecture.vocab_size:
-            raise UserError(
-                f"data.tokenizer = {recipe.data.tokenizer}: gives token {data.max_token}, and the model's vocabulary "
-                f"has {model.architecture.vocab_size}; use the model's own tokenizer"
-            )
+        prepared = prepare(_in_float64(recipe))
+        model = prepared.model
         _require_experts(model, axes)
-        loader = data.train_loader(recipe.train.sequences_per_step)
-        packs = draw_packs(loader, tokens, _num_packs(recipe, axes, tokens))
+        packs = draw_packs(prepared.loader, tokens, _num_packs(recipe, axes, tokens))
         longest = max(sum(map(len, pack)) for pack in packs)
         size = sum(parameter.numel() for parameter in model.parameters())
         words = (
@@ -218,31 +211,31 @@ class Subject:
             yield self._planned("levers", f"{shown}, {dtype}", 0.0, levers=levers, dtype=dtype)
 
     def _resume(self) -> Iterator[Planned]:
-        train = self.recipe.train
-        recipe = self.recipe.model_copy(
-            update={"train": train.model_copy(update={"steps": max(train.steps, 2)})}
-        )
-        one = self.job(recipe=recipe)
-        many = replace(one, axes=self.axes)
-        runs = {
-            by: Run(job, str(Path(self.folder) / f"run_{by}"), self.tokens, len(self.packs))
-            for by, job in (("one", one), ("many", many))
-        }
+        runs = {by: self._run(f"saved_by_{by}") for by in ("one", "many")}
         truth: list[State] = []
 
-        def measure(by: str, job: Job, limit: float) -> Difference:
+        def measure(by: str, on: ParallelSection, limit: float) -> Difference:
             run = runs[by]
-            truth[:] = truth or [run.on(one).go("both steps", self.start)]
+            truth[:] = truth or [run.go("both steps", ONE_PROCESS, self.start)]
             if not Path(run.folder).exists():
-                run.go("first step", self.start)
-            found = run.on(job).go("second step", self.start)
-            return compare_states(found, truth[0], self.names, limit)
+                run.go("first step", ONE_PROCESS if by == "one" else self.axes, self.start)
+            return compare_states(run.go("second step", on, self.start), truth[0], self.names, limit)
 
-        yield Planned("resume", "save, load, next step", 0.0, lambda: measure("one", one, 0.0))
+        yield Planned("resume", "save, load, next step", 0.0, lambda: measure("one", ONE_PROCESS, 0.0))
         if self.axes.world > 1:
             shown = f"{self.axes.world} ranks"
-            yield Planned("resume", f"saved by 1, on {shown}", RESUMED, lambda: measure("one", many, RESUMED))
-            yield Planned("resume", f"saved by {shown}, on 1", RESUMED, lambda: measure("many", one, RESUMED))
+            yield Planned(
+                "resume", f"saved by 1, on {shown}", RESUMED, lambda: measure("one", self.axes, RESUMED)
+            )
+            yield Planned(
+                "resume", f"saved by {shown}, on 1", RESUMED, lambda: measure("many", ONE_PROCESS, RESUMED)
+            )
+
+    def _run(self, name: str) -> Run:
+        train = self.recipe.train
+        longer = train.model_copy(update={"steps": max(train.steps, 2)})
+        recipe = _in_float64(self.recipe).model_copy(update={"train": longer})
+        return Run(recipe, str(Path(self.folder) / name), self.tokens, len(self.packs))
 
     def _spool(self, offload: str) -> str | None:
         return str(Path(self.folder) / "spool") if offload == "disk" else None
@@ -266,6 +259,15 @@ def _axes(recipe: Recipe, ranks: int | None) -> ParallelSection:
             "at most on this machine; give it fewer with --ranks"
         )
     return given
+
+
+def _in_float64(recipe: Recipe) -> Recipe:
+    return recipe.model_copy(
+        update={
+            "run": recipe.run.model_copy(update={"dtype": "float64"}),
+            "kernels": KernelsSection(cpu="portable"),
+        }
+    )
 
 
 def _require_experts(model: Model, axes: ParallelSection) -> None:

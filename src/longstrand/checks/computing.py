@@ -7,19 +7,20 @@ from typing import Literal
 
 import torch
 
-from longstrand.checks.on_ranks import take_step_on
 from longstrand.checks.sample import Packs, packs_of
-from longstrand.checks.watching import Found, Seen, Watcher, WatchedOptimizer, put_together
+from longstrand.checks.watching import Found, Seen, WatchedOptimizer, Watcher, put_together
 from longstrand.config import ParallelSection, Recipe
 from longstrand.memory import Levers
 from longstrand.model import Model, load_model
 from longstrand.model.parallelize import parallelize
 from longstrand.parallel import Mesh, make_mesh, one_process, run_ranks
 from longstrand.train.optimizer import freeze_all_but, trained_names
+from longstrand.train.step import take_step
 from longstrand.trained import model_source
 
 Start = Literal["spawn", "fork"]
 Dtype = Literal["float32", "bfloat16", "float64"]
+ONE_PROCESS = ParallelSection()
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Job:
     recipe: Recipe
     packs: Packs
     levers: Levers
-    axes: ParallelSection = ParallelSection()
+    axes: ParallelSection = ONE_PROCESS
     dtype: Dtype = "float64"
 
 
@@ -52,7 +53,7 @@ def see(job: Job) -> Seen:
     packs = packs_of(job.packs)
     settings = job.recipe.train.model_copy(update={"clip": None})  # gradients as they are
     with Watcher(model, packs) as watcher:
-        result = take_step_on(model, packs, optimizer, settings, step=1, levers=job.levers)
+        result = take_step(model, packs, optimizer, settings, step=1, levers=job.levers)
     seen = watcher.seen
     numbers = {"loss": result.loss, "norm": result.grad_norm, "indexer's loss": result.indexer_kl}
     seen.values = {name: value for name, value in numbers.items() if value is not None}
@@ -61,8 +62,8 @@ def see(job: Job) -> Seen:
 
 
 def open_model(job: Job) -> tuple[Model, WatchedOptimizer]:
-    """The recipe's model as one rank's part of the job's mesh, and its optimizer."""
-    recipe, mesh = job.recipe, mesh_of(job)
+    """The recipe's model as one rank's part of the job's mesh, and its optimizer; as `train` makes them, without data."""
+    recipe, mesh = job.recipe, mesh_of(job.axes)
     torch.manual_seed(recipe.run.seed)
     dtype = getattr(torch, job.dtype)
     model = load_model(model_source(recipe.model), dtype, seed=recipe.run.seed, init=recipe.model.init)
@@ -73,8 +74,8 @@ def open_model(job: Job) -> tuple[Model, WatchedOptimizer]:
     return model, WatchedOptimizer(model, names, recipe.train, mesh=mesh)
 
 
-def mesh_of(job: Job) -> Mesh:
-    axes = job.axes
+def mesh_of(axes: ParallelSection) -> Mesh:
+    """This process's place among the ranks that were started for them."""
     if axes.world == 1:
         return one_process()
     return make_mesh(data=axes.data, context=axes.context, expert=axes.expert)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from longstrand.architecture import DSA, Architecture
-from longstrand.checks.sample import Packs, num_tokens
+from longstrand.checks.sample import Packs
 from longstrand.config import ParallelSection, Recipe
 
 

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from torch import Tensor
 
 from longstrand.checks.comparing import Difference, Names, exceeds, largest
-from longstrand.checks.computing import Job, Start, open_model
-from longstrand.checks.on_ranks import take_step_on
+from longstrand.checks.computing import Start, mesh_of
 from longstrand.checks.sample import Packs, draw_packs, packs_of
 from longstrand.checks.watching import gathered
-from longstrand.data import open_data
+from longstrand.config import ParallelSection, Recipe
+from longstrand.memory import levers_of
 from longstrand.parallel import run_ranks
 from longstrand.train.saving import Training, restore, save
-from longstrand.trained import model_source
+from longstrand.train.sft import prepare, spread
+from longstrand.train.step import take_step
 
 Part = Literal["both steps", "first step", "second step"]
 
@@ -39,28 +40,25 @@ class State:
 
 @dataclass(frozen=True)
 class Run:
-    """A run of two steps, or a part of one.
+    """A run of two steps, or a part of one, as `train` takes them but for the number of tokens.
 
     Attributes:
-        job: whose packs are drawn anew, since the loader is a part of what is resumed.
+        recipe: resolved, in float64.
         folder: of the checkpoint.
         tokens, count: of each step, see `draw_packs`.
     """
 
-    job: Job
+    recipe: Recipe
     folder: str
     tokens: int
     count: int
 
-    def go(self, part: Part, start: Start) -> State:
-        """The part, on as many processes as the job's axes ask for."""
-        if self.job.axes.world == 1:
-            return _go(self, part)
-        states: list[State] = run_ranks(self.job.axes.world, _go, self, part, start=start)
+    def go(self, part: Part, axes: ParallelSection, start: Start) -> State:
+        """The part, on as many processes as the axes ask for."""
+        if axes.world == 1:
+            return _go(self, part, axes)
+        states: list[State] = run_ranks(axes.world, _go, self, part, axes, start=start)
         return states[0]
-
-    def on(self, job: Job) -> Run:
-        return replace(self, job=job)
 
 
 def compare_states(found: State, truth: State, names: Names, limit: float) -> Difference:
@@ -77,42 +75,35 @@ def compare_states(found: State, truth: State, names: Names, limit: float) -> Di
     return Difference(loss, None, value, _group(where, names), place)
 
 
-def _go(run: Run, part: Part) -> State:
-    """On every rank of the job's mesh."""
-    training, folder = _open(run.job), Path(run.folder)
-    loss, packs = math.nan, ()
+def _go(run: Run, part: Part, axes: ParallelSection) -> State:
+    """On every rank."""
+    recipe = run.recipe.model_copy(update={"parallel": axes})
+    training, folder = spread(recipe, prepare(recipe), mesh_of(axes)), Path(run.folder)
+    loss = math.nan
+    packs: Packs = ()
     if part == "second step":
         restore(folder, training, steps=2)
     while training.step < (1 if part == "first step" else 2):
         packs = draw_packs(training.loader, run.tokens, run.count)
         training.step += 1
-        result = take_step_on(
-            training.model,
-            packs_of(packs),
-            training.optimizer,
-            run.job.recipe.train,
-            step=training.step,
-            levers=run.job.levers,
-        )
-        loss = math.nan if result.loss is None else result.loss
+        loss = _step(training, packs, recipe, folder)
     if part == "first step":
         save(folder, training, keep=1)
-        if training.optimizer.mesh.first:
+        if training.mesh.first:
             (folder / "metrics.jsonl").write_text(json.dumps({"step": 1}) + "\n")
     return State(loss, _whole_tensors(training), packs)
 
 
-def _open(job: Job) -> Training:
-    """As `train` opens a recipe, on the job's mesh."""
-    recipe = job.recipe
-    source = model_source(recipe.model)
-    data = open_data(recipe.data, seed=recipe.run.seed, model_folder=source if source.is_dir() else None)
-    model, optimizer = open_model(job)
-    return Training(model, optimizer, data, data.train_loader(recipe.train.sequences_per_step))
+def _step(training: Training, packs: Packs, recipe: Recipe, folder: Path) -> float:
+    levers = levers_of(recipe.memory, folder)
+    settings, step = recipe.train, training.step
+    given = packs_of(packs)
+    result = take_step(training.model, given, training.optimizer, settings, step=step, levers=levers)
+    return math.nan if result.loss is None else result.loss
 
 
 def _whole_tensors(training: Training) -> dict[str, Tensor]:
-    mesh = training.optimizer.mesh
+    mesh = training.mesh
     return {name: gathered(tensor.detach(), mesh).clone() for name, tensor in training.tensors().items()}
 
 

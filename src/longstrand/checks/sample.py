@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
@@ -110,5 +111,5 @@ def _documents(loader: Loader) -> Iterator[Document]:
 def _split(pack: Pack) -> Iterator[Document]:
     """Documents with the weights of their tokens as targets: a pack holds them at the token before."""
     tokens, weight, starts = pack.tokens.tolist(), pack.weight.tolist(), pack.starts.tolist()
-    for start, stop in zip(starts, starts[1:], strict=False):
+    for start, stop in pairwise(starts):
         yield Document(tuple(tokens[start:stop]), (1.0, *weight[start : stop - 1]))

@@ -5,14 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from longstrand.data import Pack
-from longstrand.memory import SideLosses
+from longstrand.memory import Levers, SideLosses
 from longstrand.memory.tiles import Tile
 from longstrand.model import Model
 from longstrand.parallel import Mesh, as_stored
@@ -81,12 +80,12 @@ class Watcher:
     def gradient(self, layer: int, at: int, dx: Tensor) -> None:
         self.seen.gradients.append((layer, self._at + at, dx.detach().clone()))
 
-    def _token_logprobs(self, pack: Pack, *given: Any, side: SideLosses, **options: Any) -> Tensor:
+    def _token_logprobs(self, pack: Pack, *, levers: Levers, side: SideLosses) -> Tensor:
         """Passes without a graph, and what stands in for a pack on a rank that has none, are not watched."""
         if not torch.is_grad_enabled() or id(pack) not in self._begins:
-            return self._own(pack, *given, side=side, **options)
+            return self._own(pack, levers=levers, side=side)
         self._at, side.watch = self._begins[id(pack)], self
-        logprobs = self._own(pack, *given, side=side, **options)
+        logprobs = self._own(pack, levers=levers, side=side)
         self.seen.logprobs.append((0, self._at, logprobs.detach().clone()))
         _add(self.seen.counts, side.expert_counts)
         return logprobs
