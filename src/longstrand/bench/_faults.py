@@ -142,7 +142,7 @@ def chosen_again() -> Context:
 
     def recompute(self: MixtureOfExperts, x: Tensor, choices: Choices) -> tuple[Tensor, Tensor]:
         logits = self.gate.logits(x)
-        ids = self.gate.choose(logits.detach().bfloat16().to(logits.dtype))
+        ids = self.gate.choose(logits.detach().to(torch.float8_e4m3fn).to(logits.dtype))
         return self._mix(x, logits, ids), logits
 
     return patch.object(MixtureOfExperts, "recompute", recompute)

@@ -62,7 +62,7 @@ def see(job: Job) -> Seen:
 
 
 def open_model(job: Job) -> tuple[Model, WatchedOptimizer]:
-    """The recipe's model as one rank's part of the job's mesh, and its optimizer; as `train` makes them, without data."""
+    """The recipe's model as one rank's part of the job's mesh, and its optimizer; without data."""
     recipe, mesh = job.recipe, mesh_of(job.axes)
     torch.manual_seed(recipe.run.seed)
     dtype = getattr(torch, job.dtype)
