@@ -190,7 +190,8 @@ class Subject:
     def _on_ranks(self) -> Iterator[Planned]:
         shown = axes_in_words(self.axes)
         levers = levers_of(self.recipe.memory, self.folder)
-        levers = replace(levers, tile=self.tile, spool=self._spool(levers.offload))
+        offload = "disk" if levers.offload == "disk" else "none"
+        levers = replace(levers, tile=self.tile, offload=offload, spool=self._spool(offload))
         yield self._planned("ranks", shown, axes=self.axes, levers=levers)
         if self.axes.context > 1 and levers.recompute:
             other = replace(levers, keep_fronts=not levers.keep_fronts)
@@ -271,10 +272,14 @@ def _axes(recipe: Recipe, ranks: int | None) -> ParallelSection:
 
 
 def _in_float64(recipe: Recipe) -> Recipe:
+    """On this machine, with room for the tokens that are taken: what a lever needs for whole sequences may not be here."""
     return recipe.model_copy(
         update={
             "run": recipe.run.model_copy(update={"dtype": "float64"}),
             "kernels": KernelsSection(cpu="portable"),
+            "memory": recipe.memory.model_copy(
+                update={"offload": "none", "spool": None, "optimizer": "device"}
+            ),
         }
     )
 
