@@ -131,7 +131,9 @@ def judge(model: Model, ranks: int, lengths: Sequence[int], tile: int) -> list[d
         _kda_record(found, ranks),
         _rows_record(short, long, lengths, (model.architecture, ranks)),
     ]
-    records[0]["detail"] |= {"exchanges": counts, "table": table} if ranks == RANKS[-1] else {"exchanges": counts}
+    records[0]["detail"] |= (
+        {"exchanges": counts, "table": table} if ranks == RANKS[-1] else {"exchanges": counts}
+    )
     return records
 
 

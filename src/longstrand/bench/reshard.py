@@ -8,6 +8,7 @@ save after the second; others go on from there, data and all, and their losses o
 
 from __future__ import annotations
 
+import json
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -48,8 +49,10 @@ def judge(meshes: Sequence[Axes]) -> list[dict[str, Any]]:
     """Trains once without a stop, then goes on with each mesh from the checkpoint of step 2."""
     with tempfile.TemporaryDirectory(prefix="longstrand-bench-") as folder:
         fasta = write_fasta(Path(folder) / "records.fa")
-        losses = on(SAVED_BY, Path(folder) / "run", fasta, save_it=True)
-        resumed = {axes: on(axes, Path(folder) / "run", fasta) for axes in meshes}
+        run = Path(folder) / "run"
+        run.mkdir()
+        losses = on(SAVED_BY, run, fasta, save_it=True)
+        resumed = {axes: on(axes, run, fasta) for axes in meshes}
     expected = losses[SAVED_AT:]
     if not losses[-1] < losses[0]:
         raise AssertionError(f"nothing was learnt: {losses}")
@@ -78,7 +81,8 @@ def losses_of(axes: Axes, run: Path, fasta: Path, save_it: bool) -> list[float]:
     training = opened(mesh, fasta, run.parent)
     restore(run, training, STEPS)
     losses = []
-    for training.step in range(training.step + 1, STEPS + 1):
+    while training.step < STEPS:
+        training.step += 1
         packs = training.loader.next_step()
         result = take_step(
             training.model, packs, training.optimizer, TRAIN,
@@ -86,6 +90,9 @@ def losses_of(axes: Axes, run: Path, fasta: Path, save_it: bool) -> list[float]:
         )  # fmt: skip
         assert result.loss is not None
         losses.append(result.loss)
+        if mesh.first:
+            with (run / "metrics.jsonl").open("a") as lines:
+                lines.write(json.dumps({"step": training.step, "loss": result.loss}) + "\n")
         if save_it and training.step == SAVED_AT:
             save(run, training, keep=1)
     return losses
@@ -94,7 +101,11 @@ def losses_of(axes: Axes, run: Path, fasta: Path, save_it: bool) -> list[float]:
 def opened(mesh: Mesh, fasta: Path, cache: Path) -> Training:
     """Data, model and optimizer at step 0; the first rank encodes the data, the others read what it made."""
     section = DataSection.model_validate({"sources": [{"path": str(fasta)}], "length": LENGTH})
-    on_first(mesh.world, lambda: open_data(section, cache_dir=cache) and None)
+
+    def encode() -> None:
+        open_data(section, cache_dir=cache)
+
+    on_first(mesh.world, encode)
     data = open_data(section, cache_dir=cache)
     model = small.model(vocab_size=256)
     names = trained_names(model.groups(), TRAIN)
@@ -135,7 +146,9 @@ def _row(axes: Axes, losses: Sequence[float], difference: str) -> list[str]:
 
 def _named(axes: Axes) -> str:
     ranks = axes[0] * axes[1]
-    words = [f"{name} {size}" for name, size in zip(("data", "context", "expert"), axes, strict=True) if size > 1]
+    words = [
+        f"{name} {size}" for name, size in zip(("data", "context", "expert"), axes, strict=True) if size > 1
+    ]
     return f"{ranks} ranks ({', '.join(words)})" if words else "1 process"
 
 

@@ -128,7 +128,13 @@ def _step(model: Model, mesh: Mesh, tokens: int, levers: Levers) -> float:
 
 def _shown(name: str, found: dict[str, Any]) -> dict[str, Any]:
     speedup = f"{found['speedup']:.2f}"
-    return {"name": f"the same with {name}", "asked": "shown", "measured": speedup, "pass": True, "detail": found}
+    return {
+        "name": f"the same with {name}",
+        "asked": "shown",
+        "measured": speedup,
+        "pass": True,
+        "detail": found,
+    }
 
 
 def _rows(name: str, runs: Mapping[int, Sequence[Run]], found: Mapping[str, Any]) -> list[list[str]]:
