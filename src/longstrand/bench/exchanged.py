@@ -129,7 +129,7 @@ def judge(model: Model, ranks: int, lengths: Sequence[int], tile: int) -> list[d
     records = [
         _dsa_record(found, ranks),
         _kda_record(found, ranks),
-        _rows_record(short, long, lengths, (model.architecture, ranks)),
+        _rows_record(short, long, (model.architecture, ranks)),
     ]
     records[0]["detail"] |= (
         {"exchanges": counts, "table": table} if ranks == RANKS[-1] else {"exchanges": counts}
@@ -244,9 +244,7 @@ def _kda_record(found: Mapping[int, Counts], ranks: int) -> dict[str, Any]:
     }
 
 
-def _rows_record(
-    short: Counts, long: Counts, lengths: Sequence[int], of: tuple[Architecture, int]
-) -> dict[str, Any]:
+def _rows_record(short: Counts, long: Counts, of: tuple[Architecture, int]) -> dict[str, Any]:
     """No row is a hidden state or a query, and nothing but latents and pool keys grows with the length."""
     shape, ranks = of
     wrong = sorted(what for (_, what), each in long.items() if each.row in hidden_rows(shape))

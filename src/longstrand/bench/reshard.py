@@ -62,7 +62,10 @@ def judge(meshes: Sequence[Axes]) -> list[dict[str, Any]]:
         _row(axes, resumed[axes], f"{record['measured']:.1e}")
         for axes, record in zip(meshes, records, strict=True)
     ]
-    records[0]["detail"] |= {"losses": losses, "table": {"columns": list(COLUMNS), "rows": rows}}
+    records[0]["detail"] |= {
+        "losses never stopped": losses,
+        "table": {"columns": list(COLUMNS), "rows": rows},
+    }
     return records
 
 
