@@ -1,4 +1,4 @@
-"""The figures of many ranks measure what they say, at sizes that can be counted by hand, and fall short when they must."""
+"""The figures of many ranks measure what they say, at sizes counted by hand, and fall short when they must."""
 
 import functools
 
