@@ -24,7 +24,7 @@ from longstrand.config import DataSection, TrainSection
 from longstrand.data import open_data
 from longstrand.memory import Levers
 from longstrand.model.parallelize import parallelize
-from longstrand.parallel import Mesh, make_mesh, on_first, run_ranks
+from longstrand.parallel import Mesh, by_first, make_mesh, run_ranks
 from longstrand.train.optimizer import Optimizer, freeze_all_but, trained_names
 from longstrand.train.saving import Training, restore, save
 from longstrand.train.step import take_step
@@ -88,9 +88,8 @@ def losses_of(axes: Axes, run: Path, fasta: Path, save_it: bool) -> list[float]:
         training.step += 1
         packs = training.loader.next_step()
         result = take_step(
-            training.model, packs, training.optimizer, TRAIN,
-            step=training.step, levers=Levers(tile=8), mesh=mesh,
-        )  # fmt: skip
+            training.model, packs, training.optimizer, TRAIN, step=training.step, levers=Levers(tile=8)
+        )
         assert result.loss is not None
         losses.append(result.loss)
         if mesh.first:
@@ -108,7 +107,7 @@ def opened(mesh: Mesh, fasta: Path, cache: Path) -> Training:
     def encode() -> None:
         open_data(section, cache_dir=cache)
 
-    on_first(mesh.world, encode)
+    by_first(mesh.world, encode)
     data = open_data(section, cache_dir=cache)
     model = small.model(vocab_size=256)
     names = trained_names(model.groups(), TRAIN)
