@@ -109,7 +109,8 @@ def test_two_processes_take_the_step_of_one(monkeypatch):
 
 
 def test_what_two_ranks_saved_goes_on_alone(monkeypatch):
-    for name, value in {"SAVED_BY": (1, 2, 1), "SEQUENCES": 3, "LENGTH": 20, "RECORDS": 30}.items():
+    less = {"SAVED_BY": (1, 2, 1), "KINDS": "KD", "TILE": 16, "SEQUENCES": 2, "LENGTH": 20, "RECORDS": 30}
+    for name, value in less.items():
         monkeypatch.setattr(reshard, name, value)
     (record,) = reshard.judge([(1, 1, 1)])
     assert len(record["detail"]["losses never stopped"]) == reshard.STEPS

@@ -30,6 +30,7 @@ from longstrand.train.saving import Training, restore, save
 from longstrand.train.step import take_step
 
 LIMIT = 1e-10
+KINDS, TILE = "KDKD", 8
 SEQUENCES, LENGTH, RECORDS = 12, 48, 400
 SAVED_AT, STEPS = 2, 4
 SAVED_BY: Axes = (2, 2, 1)
@@ -88,7 +89,7 @@ def losses_of(axes: Axes, run: Path, fasta: Path, save_it: bool) -> list[float]:
         training.step += 1
         packs = training.loader.next_step()
         result = take_step(
-            training.model, packs, training.optimizer, TRAIN, step=training.step, levers=Levers(tile=8)
+            training.model, packs, training.optimizer, TRAIN, step=training.step, levers=Levers(tile=TILE)
         )
         assert result.loss is not None
         losses.append(result.loss)
@@ -109,7 +110,7 @@ def opened(mesh: Mesh, fasta: Path, cache: Path) -> Training:
 
     by_first(mesh.world, encode)
     data = open_data(section, cache_dir=cache)
-    model = small.model(vocab_size=256)
+    model = small.model(KINDS, vocab_size=256)
     names = trained_names(model.groups(), TRAIN)
     freeze_all_but(model, names)
     parallelize(model, mesh, receive=16)
