@@ -94,11 +94,11 @@ class Certificate:
         console.print(self.subject, highlight=False, markup=False)
         table = Table(box=None, pad_edge=False, width=WIDTH)
         table.add_column("check", no_wrap=True)
-        table.add_column("settings", ratio=4)
+        table.add_column("settings", ratio=5)
         for name in ("loss", "log-probs"):
             table.add_column(name, justify="right", no_wrap=True)
         table.add_column("worst gradient", no_wrap=True)
-        table.add_column("verdict", ratio=5)
+        table.add_column("verdict", ratio=4)
         for check in self.checks:
             table.add_row(*_cells(check), style=None if check.passed else "bold red")
         console.print(table, highlight=False)
@@ -113,7 +113,7 @@ def _cells(check: Check) -> tuple[str, ...]:
         check.settings,
         _small(found.loss),
         _small(found.logprobs),
-        f"{_small(found.gradient)} {found.group}",
+        f"{_small(found.gradient)} {found.group if found.gradient else ''}",
         same if found.where is None else f"DIFFERS: {found.where}",
     )
 

@@ -44,7 +44,7 @@ class Difference:
     """The largest relative differences of each kind, and the first place where one exceeds a limit.
 
     Attributes:
-        logprobs: None where they are not compared.
+        logprobs, norm: None where they are not compared.
         group: of parameters, whose gradient differs most (after a resumed step: whose values).
         where: None where nothing exceeds the limit.
     """
@@ -54,6 +54,7 @@ class Difference:
     gradient: float
     group: str
     where: str | None
+    norm: float | None = None
 
 
 def compare(found: Found, truth: Found, names: Names, limit: float) -> Difference:
@@ -66,6 +67,7 @@ def compare(found: Found, truth: Found, names: Names, limit: float) -> Differenc
         gradient=parameters[worst],
         group=names.groups[worst],
         where=_forward(found, truth, names, limit) or _backward(found, truth, parameters, names, limit),
+        norm=_of_numbers(found.values.get("norm", math.nan), truth.values["norm"]),
     )
 
 
@@ -82,7 +84,7 @@ def exceeds(value: float, limit: float) -> bool:
 
 
 def _forward(found: Found, truth: Found, names: Names, limit: float) -> str | None:
-    for layer in sorted(truth.outputs):
+    for layer in range(len(names.kinds)):
         if exceeds(_of_tensors(found.outputs.get(layer), truth.outputs[layer]), limit):
             return f"{names.layer(layer)}, forward"
     if exceeds(_of_values(found.logprobs, truth.logprobs), limit):

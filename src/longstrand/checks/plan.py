@@ -71,10 +71,10 @@ class Subject:
         packs = draw_packs(prepared.loader, tokens, _num_packs(recipe, axes, tokens))
         longest = max(sum(map(len, pack)) for pack in packs)
         size = sum(parameter.numel() for parameter in model.parameters())
+        documents = " and ".join(str(len(pack)) for pack in packs)
         words = (
             f"{source.name}, {size:,} parameters in float64; {num_tokens(packs):,} tokens of the recipe's data, "
-            f"{len(packs)} sequences of {', '.join(str(len(pack)) for pack in packs)} documents; equal is a relative "
-            f"difference of {LIMIT:g} at most"
+            f"{len(packs)} sequences of {documents} documents; equal is a relative difference of {LIMIT:g} at most"
         )
         return cls(
             recipe, Names.of(model), packs, axes, min(recipe.memory.tile, longest), tokens, folder, start, words,
