@@ -18,8 +18,9 @@ from longstrand.data.letters import LetterPolicy
 from longstrand.data.tokens import TextTokenizer, letter_ids
 from longstrand.errors import UserError
 from longstrand.generate.prompts import LetterCodec, Prompt, TextCodec, read_prompts
-from longstrand.generate.rollout import BATCH, Generated, generate
+from longstrand.generate.rollout import BATCH, generate
 from longstrand.generate.sampling import Sampling
+from longstrand.generate.turns import Generated
 from longstrand.trained import Trained, load_trained
 from longstrand.wording import count, number, percent
 
