@@ -8,7 +8,7 @@ from copies import LastMinute, PlainCopies
 
 from longstrand.bench._small_models import MODES, documents, losses, model, train_only
 from longstrand.data.pack import Pack
-from longstrand.memory import Levers, scan
+from longstrand.memory import Levers, walk
 from longstrand.memory.host import HostSlots, host_block
 from longstrand.memory.levers import kept_inputs, streams_at_once
 from longstrand.memory.slots import WRITES, SlottedStreams
@@ -99,7 +99,7 @@ def in_host_memory(monkeypatch):
             opened.append(HostSlots(host_block(demand.num_bytes), copies))
             return SlottedStreams(opened[-1], demand)
 
-        monkeypatch.setattr(scan, "open_streams", open_streams)
+        monkeypatch.setattr(walk, "open_streams", open_streams)
 
     yield use
     assert opened and all(slots._block is None for slots in opened)  # given back after each pass
@@ -178,7 +178,7 @@ def test_a_pass_has_as_many_streams_at_once_as_the_expression_says(keep_every, t
         demands.append(demand)
         return stores[-1]
 
-    monkeypatch.setattr(scan, "open_streams", open_streams)
+    monkeypatch.setattr(walk, "open_streams", open_streams)
     trained = model("KKKKKK")
     prefixes = {"all": "", "upper layers": ("layers.2", "layers.4"), "head": "lm_head"}[train]
     for name, parameter in trained.named_parameters():

@@ -119,8 +119,8 @@ def crossing_pools(wrong: bool) -> Context:
     """Pools aligned to their document, or to the pack."""
     own_tile, own_pools = PackLayout.tile, Indexer.complete_pools
 
-    def tile(self: PackLayout, start: int, stop: int) -> Tile:
-        found = own_tile(self, start, stop)
+    def tile(self: PackLayout, start: int, stop: int, index: int = 0) -> Tile:
+        found = own_tile(self, start, stop, index)
         if not wrong:
             return found
         position = torch.arange(start, stop)
@@ -142,8 +142,8 @@ def early_pools(wrong: bool) -> Context:
     """A pool counts as visible with its last token, or with its first."""
     own = PackLayout.tile
 
-    def tile(self: PackLayout, start: int, stop: int) -> Tile:
-        found = own(self, start, stop)
+    def tile(self: PackLayout, start: int, stop: int, index: int = 0) -> Tile:
+        found = own(self, start, stop, index)
         seen = found.offsets + (self.kpool if wrong else 1)
         return replace(found, num_visible=seen // self.kpool)
 

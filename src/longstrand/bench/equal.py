@@ -74,6 +74,8 @@ CASES: tuple[Case, ...] = (
     Case(TWO, levers=Levers(tile=1)),
     Case(TWO, levers=Levers(tile=100)),
     Case(TWO, levers=Levers(tile=5, keep_every=2)),
+    Case(TWO, levers=Levers(tile=5, keep_fronts=True)),
+    Case(TWO, kinds="KDDK", levers=Levers(tile=5, keep_fronts=True, keep_every=2)),
     Case(TWO, levers=Levers(tile=5, recompute=False)),
     Case(TWO, levers=Levers(tile=5, offload="disk", spool="/tmp")),
 )

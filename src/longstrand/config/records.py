@@ -170,6 +170,11 @@ class MemorySection(Record):
         description="recompute each tile in backward; false: keep its activations, about 12 times the bytes per token "
         "and no second forward, for sequences that fit",
     )
+    keep_fronts: bool = Field(
+        False,
+        description="with context ranks: keep the first half of a layer's tiles between its two passes each way, "
+        "in place of computing it twice; of one layer at a time, about as many bytes per token as 4 layer inputs",
+    )
     keep_every: int = Field(
         1,
         ge=1,

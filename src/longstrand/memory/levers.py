@@ -21,6 +21,8 @@ class Levers:
         offload: where streams (layer inputs, last mean, running gradient) live: the device, the host, a file.
         spool: folder of the file for `offload = "disk"`.
         recompute: False keeps each tile's activations from forward to backward, and recomputes nothing.
+        keep_fronts: where ranks share a pack, a layer goes over its tiles twice each way: True keeps what the second
+            time needs of the first, of one layer at a time, in place of computing it again.
 
     Raises:
         ValueError: a value outside its rule.
@@ -31,6 +33,7 @@ class Levers:
     offload: Offload = "none"
     spool: str | None = None
     recompute: bool = True
+    keep_fronts: bool = False
 
     def __post_init__(self) -> None:
         if self.tile < 1:
@@ -56,6 +59,7 @@ def levers_of(settings: MemorySection, run: str | Path) -> Levers:
         settings.offload,
         spool if settings.offload == "disk" else None,
         settings.recompute,
+        settings.keep_fronts,
     )
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -26,6 +26,9 @@ from longstrand.memory.tiles import SegmentTiles, Tile
 from longstrand.memory.walk import Walk, rows_of
 
 Read = Callable[[Tile], Tensor]
+
+Keeps = Literal["nothing", "values", "graphs"]
+"""What a passage keeps of its first pass over the tiles for the second one."""
 
 
 @runtime_checkable
@@ -71,10 +74,13 @@ class Passage(Protocol):
             carry: what this rank's last segment has left; None where it has none.
         """
 
-    def graph(
-        self, tile: Tile, x: Tensor | None, kept: Sequence[Tensor] | Any, choices: Choices, *, choose: bool
-    ) -> HalvedGraph:
-        """A tile's graph; without x, on the front that was kept of it, `kept` being the carry."""
+    def forward_tile(
+        self, tile: Tile, x: Tensor, carry: Any, choices: Choices, *, choose: bool
+    ) -> tuple[Tensor, Any]:
+        """A tile's output and next carry in the second pass, without a graph."""
+
+    def graph(self, tile: Tile, x: Tensor, kept: Any, choices: Choices, *, choose: bool) -> HalvedGraph:
+        """A tile's graph, on the front that was kept of it if any; `kept` is the carry, or what was kept of it."""
 
     def front(self, tile: Tile, x: Tensor, kept: Sequence[Tensor]) -> Front:
         """The first half alone."""
@@ -107,9 +113,8 @@ class SharedWalk(Walk):
         choices = self._new_choices(index)
         keeps_graphs = kept and not self.levers.recompute
         layer.gather_weights()
-        passage = layer.meet(
-            partial(self._read, source), self.layout, size, self.side, keeps_fronts=keeps_graphs
-        )
+        keeps: Keeps = "graphs" if keeps_graphs else "values" if self.levers.keep_fronts else "nothing"
+        passage = layer.meet(partial(self._read, source), self.layout, size, self.side, keeps)
         if kept:
             self.passages[index] = passage
             self.borders[index] = Borders(self.layout.num_tiles(size))
@@ -117,16 +122,15 @@ class SharedWalk(Walk):
         for segment in self.layout.segment_tiles(size):
             carry = passage.entering(segment.number)
             for tile in segment:
-                rows = rows_of(choices, tile)
+                rows, x = rows_of(choices, tile), self._read(source, tile)
                 if keeps_graphs:
-                    graph = passage.graph(tile, None, carry, rows, choose=True)
+                    graph = passage.graph(tile, x, carry, rows, choose=True)
                     graphs[tile.index] = graph
                     y, carry = graph.y.detach(), graph.carry
                 else:
                     if kept:
                         self.borders[index].push(layer.keep(carry))
-                    x = self._read(source, tile)
-                    y, carry = layer.forward_tile(x, tile, carry, rows, self.side, choose=True)
+                    y, carry = passage.forward_tile(tile, x, carry, rows, choose=True)
                 self._pass_on(index, tile, y, put)
         if kept and not keeps_graphs:
             passage.rest()
@@ -177,12 +181,13 @@ class SharedWalk(Walk):
             layer, choices, above = self._shared(below), self.choices[below], self._new_stream()
             read = partial(self._read, stream)
             layer.gather_weights()
-            passage = layer.meet(read, self.layout, self.levers.tile, self.side, keeps_fronts=False)
+            keeps: Keeps = "values" if self.levers.keep_fronts else "nothing"
+            passage = layer.meet(read, self.layout, self.levers.tile, self.side, keeps)
             for segment in self.layout.segment_tiles(self.levers.tile):
                 carry = passage.entering(segment.number)
                 for tile in segment:
                     rows = rows_of(choices, tile)
-                    y, carry = layer.forward_tile(read(tile), tile, carry, rows, self.side, choose=False)
+                    y, carry = passage.forward_tile(tile, read(tile), carry, rows, choose=False)
                     above.write(tile, y)
             self._idle_forward(below, choose=False)
             layer.free_weights()
@@ -195,7 +200,7 @@ class SharedWalk(Walk):
                 self._rebuild_input(index)
                 read = partial(self._read, self.inputs.get(index))
                 layer.gather_weights()
-                passage = layer.meet(read, self.layout, self.levers.tile, self.side, keeps_fronts=False)
+                passage = layer.meet(read, self.layout, self.levers.tile, self.side, "nothing")
                 passage.warm_up(read, self.layout.segment_tiles(self.levers.tile))
                 layer.reduce_gradients()
                 layer.free_weights()
@@ -213,25 +218,31 @@ class _LayerBack:
     def __init__(self, walk: SharedWalk, index: int, stream: Stream | None, dy: Stream | None) -> None:
         self.walk, self.stream = walk, stream
         self.recompute, size = walk.levers.recompute, walk.levers.tile
+        self.keeps: Keeps = "graphs" if walk.levers.keep_fronts or not self.recompute else "nothing"
         self.segments: list[SegmentTiles] = walk.layout.segment_tiles(size)
         self.choices, self.borders = walk.choices.pop(index), walk.borders.pop(index)
         self.graphs = walk.halves.pop(index)
         self.passage: Any = walk.passages.pop(index)
         if self.recompute:
             layer: Any = walk.layers[index]
-            self.passage = layer.meet_again(self.passage, self._read, walk.layout, size, walk.side)
-        self.own_stream = walk._new_stream() if self.recompute and dy is None else None
+            self.passage = layer.meet_again(
+                self.passage, self._read, walk.layout, size, walk.side, self.keeps
+            )
+        self.own_stream = walk._new_stream() if self.keeps == "nothing" and dy is None else None
         self.middle = dy if dy is not None else self.own_stream
         self.parts: dict[int, list[Tensor]] = {}
+        self.fronts: dict[int, Front] = {}
 
     def to_the_middle(self, above: Callable[[Tile], Tensor]) -> None:
         """Every tile from its output to the leaves of its front."""
         for segment in reversed(self.segments):
             for tile in segment.back():
-                graph = self.graphs[tile.index] if not self.recompute else self._graph(tile)
+                graph = self._graph(tile) if self.recompute else self.graphs.pop(tile.index)
                 graph.halve(above(tile))
                 self.passage.halved(segment.number, graph.front)
-                if self.recompute:
+                if self.keeps == "graphs":
+                    self.fronts[tile.index] = graph.front
+                else:
                     assert self.middle is not None
                     dx, *self.parts[tile.index] = [_taken(leaf) for leaf in graph.front.leaves]
                     self.middle.write(tile, dx)
@@ -241,7 +252,7 @@ class _LayerBack:
         for segment in reversed(self.segments):
             d_carry = self.passage.leaving(segment.number)
             for tile in segment.back():
-                front = self._front(tile) if self.recompute else self.graphs.pop(tile.index).front
+                front = self.fronts.pop(tile.index) if self.keeps == "graphs" else self._front(tile)
                 dx, d_carry = front.through(d_carry)
                 hand_down(tile, dx)
             self.passage.entered(segment.number, d_carry)

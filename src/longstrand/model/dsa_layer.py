@@ -12,7 +12,7 @@ from torch import Tensor
 from longstrand.architecture import Architecture
 from longstrand.memory.borders import Borders
 from longstrand.memory.protocol import Choices, SideLosses, TileGraph
-from longstrand.memory.shared_walk import Read
+from longstrand.memory.shared_walk import Keeps, Read
 from longstrand.memory.tiles import PackLayout, Tile
 from longstrand.model.dsa import Dsa, DsaCarry
 from longstrand.model.dsa_front import DsaFront, DsaOpened
@@ -131,16 +131,22 @@ class DsaLayer(Layer):
         return self.feed_forward(x, choices, side, choose=choose, ends=ends), ends
 
     def meet(
-        self, read: Read, layout: PackLayout, tile_size: int, side: SideLosses, *, keeps_fronts: bool
+        self, read: Read, layout: PackLayout, tile_size: int, side: SideLosses, keeps: Keeps
     ) -> DsaPassage:
         """The first of two passes forward where ranks share a pack; see `DsaPassage`."""
-        return DsaPassage(self, read, layout, tile_size, side, keeps_fronts=keeps_fronts)
+        return DsaPassage(self, read, layout, tile_size, side, keeps)
 
     def meet_again(
-        self, passage: DsaPassage, read: Read, layout: PackLayout, tile_size: int, side: SideLosses
+        self,
+        passage: DsaPassage,
+        read: Read,
+        layout: PackLayout,
+        tile_size: int,
+        side: SideLosses,
+        keeps: Keeps,
     ) -> DsaPassage:
         """On the way back: latents and pool keys are gathered anew."""
-        return self.meet(read, layout, tile_size, side, keeps_fronts=False)
+        return self.meet(read, layout, tile_size, side, keeps)
 
     @torch.enable_grad()
     def warm_up_tile(

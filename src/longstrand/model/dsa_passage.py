@@ -13,12 +13,12 @@ from torch import Tensor
 
 from longstrand.memory.borders import Borders
 from longstrand.memory.protocol import Choices, SideLosses
-from longstrand.memory.shared_walk import HalvedGraph, Read, read_tails
+from longstrand.memory.shared_walk import HalvedGraph, Keeps, Read, read_tails
 from longstrand.memory.tiles import PackLayout, SegmentTiles, Tile
 from longstrand.model.dsa import DsaCarry
 from longstrand.model.dsa_front import DsaFront, DsaOpened
 from longstrand.model.index_keys import IndexKeys
-from longstrand.model.layer import Cut
+from longstrand.model.layer import Cut, Site
 from longstrand.ops.precision import wide_dtype
 
 if TYPE_CHECKING:
@@ -68,15 +68,16 @@ class DsaPassage:
         layout: PackLayout,
         tile_size: int,
         side: SideLosses,
-        *,
-        keeps_fronts: bool,
+        keeps: Keeps,
     ) -> None:
         assert layout.shard is not None and layout.blocks is not None
         self._layer, self._side, self._attention = layer, side, layer.self_attn
         self._axis, self._blocks, self._kpool = layout.shard.axis, layout.blocks, layout.kpool
         self._own_slots = slice(self._blocks.own.start * self._kpool, self._blocks.own.stop * self._kpool)
         self._halo = layout.halo(self._kpool - 1)
-        self._fronts: dict[int, DsaFront] | None = {} if keeps_fronts else None
+        self._keeps = keeps
+        self._fronts: dict[int, DsaFront] = {}
+        self._sites: dict[int, Site] = {}
         self._tile_tails = Borders(layout.num_tiles(tile_size))
         self._first_slots: list[int] = []
         segments = layout.segment_tiles(tile_size)
@@ -113,13 +114,18 @@ class DsaPassage:
         """Forward is done: everything is gathered again on the way back."""
         del self._carry, self._latents, self._pool_keys, self._tile_tails
 
-    def graph(
-        self, tile: Tile, x: Tensor | None, kept: Any, choices: Choices, *, choose: bool
-    ) -> HalvedGraph:
-        if x is None:
-            assert self._fronts is not None
-            front = self._fronts.pop(tile.index)
-        else:
+    def forward_tile(
+        self, tile: Tile, x: Tensor, carry: DsaCarry, choices: Choices, *, choose: bool
+    ) -> tuple[Tensor, DsaCarry]:
+        layer, site = self._layer, self._sites.pop(tile.index, None)
+        if site is None:
+            return layer.forward_tile(x, tile, carry, choices, self._side, choose=choose)
+        out, carry = layer.mix(site[0], tile, carry, choices, self._side, choose=choose)
+        return layer.leave_mixer(x, site, out, choices, self._side, choose=choose), carry
+
+    def graph(self, tile: Tile, x: Tensor, kept: Any, choices: Choices, *, choose: bool) -> HalvedGraph:
+        front = self._fronts.pop(tile.index, None)
+        if front is None:
             front = DsaFront(self._layer, x, tile, self._entered(tile), self._opened, through=False)
         with torch.enable_grad():
             y, ends = self._layer.rest(front, self._carry, choices, self._side, choose=choose)
@@ -226,14 +232,16 @@ class DsaPassage:
 
     def _project(self, x: Tensor, tile: Tile, tail: Tensor) -> tuple[Tensor, Tensor]:
         """The mixer's input and the latents of a tile; with the front kept, or without a graph."""
-        if self._fronts is not None:
+        if self._keeps == "graphs":
             carry = DsaCarry(self._latents, self._pool_keys, tail)
             with torch.enable_grad():
                 front = self._fronts[tile.index] = DsaFront(self._layer, x, tile, carry, self._opened)
             return front.h.detach(), front.latents.detach()
         with torch.no_grad():
-            h = self._layer.enter_mixer(x)[0]
-            return h, self._attention.latents(h)
+            site = self._layer.enter_mixer(x)
+            if self._keeps == "values":
+                self._sites[tile.index] = site
+            return site[0], self._attention.latents(site[0])
 
     @torch.no_grad()
     def _gather(self) -> None:

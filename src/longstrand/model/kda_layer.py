@@ -10,7 +10,7 @@ from torch import Tensor
 
 from longstrand.architecture import Architecture
 from longstrand.memory.protocol import Choices, SideLosses, TileGraph
-from longstrand.memory.shared_walk import Read
+from longstrand.memory.shared_walk import Keeps, Read
 from longstrand.memory.tiles import PackLayout, Tile
 from longstrand.model.kda import Kda, KdaCarry
 from longstrand.model.kda_passage import KdaFront, KdaPassage
@@ -86,13 +86,20 @@ class KdaLayer(Layer):
         return self.feed_forward(x, choices, side, choose=choose, ends=ends), ends
 
     def meet(
-        self, read: Read, layout: PackLayout, tile_size: int, side: SideLosses, *, keeps_fronts: bool
+        self, read: Read, layout: PackLayout, tile_size: int, side: SideLosses, keeps: Keeps
     ) -> KdaPassage:
         """The first of two passes forward where ranks share a pack; see `KdaPassage`."""
-        return KdaPassage(self, read, layout, tile_size, side, keeps_fronts=keeps_fronts)
+        return KdaPassage(self, read, layout, tile_size, side, keeps)
 
     def meet_again(
-        self, passage: KdaPassage, read: Read, layout: PackLayout, tile_size: int, side: SideLosses
+        self,
+        passage: KdaPassage,
+        read: Read,
+        layout: PackLayout,
+        tile_size: int,
+        side: SideLosses,
+        keeps: Keeps,
     ) -> KdaPassage:
         """On the way back: what was exchanged is still there."""
+        passage.keeps = keeps
         return passage

@@ -10,11 +10,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from longstrand.memory.protocol import Choices, SideLosses
-from longstrand.memory.shared_walk import HalvedGraph, Read, read_tails
+from longstrand.memory.shared_walk import HalvedGraph, Keeps, Read, read_tails
 from longstrand.memory.tiles import PackLayout, Tile
 from longstrand.model.index_keys import gradient_of
 from longstrand.model.kda import KdaCarry, Rule
-from longstrand.model.layer import Cut
+from longstrand.model.layer import Cut, Site
 from longstrand.parallel.affine import AffineScan
 
 if TYPE_CHECKING:
@@ -98,14 +98,14 @@ class KdaPassage:
         layout: PackLayout,
         tile_size: int,
         side: SideLosses,
-        *,
-        keeps_fronts: bool,
+        keeps: Keeps,
     ) -> None:
         assert layout.shard is not None
-        self._layer, self._side = layer, side
+        self._layer, self._side, self.keeps = layer, side, keeps
         self._attention, shard = layer.self_attn, layout.shard
         self._halo = layout.halo(self._attention.taps - 1)
         self._fronts: dict[int, KdaFront] = {}
+        self._values: dict[int, tuple[Site, Rule, Tensor]] = {}
         segments = layout.segment_tiles(tile_size)
         like = layer.input_layernorm.weight.new_empty(0, layer.shape.hc_mult, layer.shape.hidden_size)
         with torch.no_grad():
@@ -116,7 +116,7 @@ class KdaPassage:
         for segment in segments:
             summary, tail = self._attention.start_summary(), self._before[segment.number]
             for tile in segment:
-                summary, tail = self._summarise(read(tile), tile, summary, tail, keeps_fronts)
+                summary, tail = self._summarise(read(tile), tile, summary, tail)
             summaries.append(summary)
         self._scan = AffineScan(shard.axis, shard.deal.owners, self._attention.heads)
         self._states = self._scan.forward(torch.cat(summaries))
@@ -140,10 +140,21 @@ class KdaPassage:
     def rest(self) -> None:
         """All is small, and needed again."""
 
+    def forward_tile(
+        self, tile: Tile, x: Tensor, carry: KdaCarry, choices: Choices, *, choose: bool
+    ) -> tuple[Tensor, KdaCarry]:
+        if tile.index not in self._values:
+            return self._layer.forward_tile(x, tile, carry, choices, self._side, choose=choose)
+        site, rule, tail = self._values.pop(tile.index)
+        out, state = self._attention.recur(rule, tile, carry.state)
+        mixed = self._attention.project(site[0], out)
+        y = self._layer.leave_mixer(x, site, mixed, choices, self._side, choose=choose)
+        return y, KdaCarry(tail, state)
+
     def graph(
         self,
         tile: Tile,
-        x: Tensor | None,
+        x: Tensor,
         kept: KdaCarry | Sequence[Tensor],
         choices: Choices,
         *,
@@ -152,8 +163,7 @@ class KdaPassage:
         carry = kept if isinstance(kept, KdaCarry) else KdaCarry(*kept)
         front = self._fronts.pop(tile.index, None)
         if front is None:
-            assert x is not None
-            front = KdaFront(self._layer, x, tile, carry.tail, through=False)
+            front = KdaFront(self._layer, x, tile, carry.tail, through=self.keeps == "graphs")
         front.recur(carry.state)
         with torch.enable_grad():
             y, ends = self._layer.rest(front, choices, self._side, choose=choose)
@@ -194,16 +204,16 @@ class KdaPassage:
     def _conv_inputs(self, x: Tensor) -> Tensor:
         return self._attention.conv_inputs(self._layer.enter_mixer(x)[0])
 
-    def _summarise(
-        self, x: Tensor, tile: Tile, summary: Tensor, tail: Tensor, keeps_front: bool
-    ) -> tuple[Tensor, Tensor]:
+    def _summarise(self, x: Tensor, tile: Tile, summary: Tensor, tail: Tensor) -> tuple[Tensor, Tensor]:
         """[A | B] and the convolution's tail after a tile."""
-        if keeps_front:
+        if self.keeps == "graphs":
             with torch.enable_grad():
                 front = self._fronts[tile.index] = KdaFront(self._layer, x, tile, tail)
             rule, tail = front.rule, front.tail_after.detach()
         with torch.no_grad():
-            if not keeps_front:
-                h = self._layer.enter_mixer(x)[0]
-                rule, tail = self._attention.rule(h, tile, tail)
+            if self.keeps != "graphs":
+                site = self._layer.enter_mixer(x)
+                rule, tail = self._attention.rule(site[0], tile, tail)
+                if self.keeps == "values":
+                    self._values[tile.index] = (site, rule, tail)
             return self._attention.summarise(rule, tile, summary), tail

@@ -79,9 +79,23 @@ class Layer(nn.Module):
         *,
         choose: bool,
     ) -> tuple[Tensor, Any]:
-        h, post, comb = self.enter_mixer(x)
-        out, carry = self.mix(h, tile, carry, choices, side, choose=choose)
-        return self.feed_forward(mhc_update(x, out, post, comb), choices, side, choose=choose), carry
+        site = self.enter_mixer(x)
+        out, carry = self.mix(site[0], tile, carry, choices, side, choose=choose)
+        return self.leave_mixer(x, site, out, choices, side, choose=choose), carry
+
+    def leave_mixer(
+        self,
+        x: Float[Tensor, "T R D"],
+        site: Site,
+        out: Tensor,
+        choices: Choices,
+        side: SideLosses,
+        *,
+        choose: bool,
+    ) -> Float[Tensor, "T R D"]:
+        """From the mixer's output [T, D] to the layer's, without a graph."""
+        _, post, comb = site
+        return self.feed_forward(mhc_update(x, out, post, comb), choices, side, choose=choose)
 
     def mix(
         self,
