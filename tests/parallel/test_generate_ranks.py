@@ -4,14 +4,16 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from longstrand.bench._small_models import documents, model
-from longstrand.errors import CheckFailed
+from longstrand.bench._small_models import architecture, documents, model
+from longstrand.errors import CheckFailed, UserError
 from longstrand.generate import Sampling, generate
+from longstrand.generate.command import Request, run_generation
+from longstrand.model import load_model, save_model
 from longstrand.model.decode import prefill
 from longstrand.model.parallelize import parallelize
 from longstrand.parallel import make_mesh, run_ranks
 
-LENGTHS = (1, 2, 5, 13, 33, 40)
+LENGTHS = (1, 2, 13, 33)
 """Shorter than three ranks, around pools of 4, and not divisible by the segments."""
 
 SAMPLING = Sampling(seed=3, stop=(4, 9), allowed=(1, 2, 3, 4, 7, 9, 13))
@@ -19,14 +21,13 @@ MESHES = {  # data, context, expert
     "context 2": (1, 2, 1),
     "context 3": (1, 3, 1),
     "expert 2 over prompts": (2, 1, 2),
-    "data 2": (2, 1, 1),
     "expert 2 over context": (1, 2, 2),
     "all": (2, 2, 4),
 }
 CASES = {  # prompts, samples, batch
     "samples that go on in the next batch": (LENGTHS, 2, 3),
     "one prompt": ((17,), 3, 2),
-    "a prompt of one token": ((1,), 1, 8),
+    "as many prompts as ranks": ((4, 1), 1, 8),
 }
 
 
@@ -38,7 +39,7 @@ def on_mesh(axes, kinds="KDDK"):
 
 def generated(trained):
     found = [
-        generate(trained, documents(lengths, seed=2), 7, SAMPLING, num_samples=samples, batch=batch, tile=4)
+        generate(trained, documents(lengths, seed=2), 5, SAMPLING, num_samples=samples, batch=batch, tile=4)
         for lengths, samples, batch in CASES.values()
     ]
     return [[(each.tokens, each.logprobs, each.excluded, each.stopped) for each in case] for case in found]
@@ -65,7 +66,7 @@ def test_all_ranks_return_the_sequences_of_one_process(axes):
 
 
 def prefixes(trained):
-    return [prefill(trained, prompt, tile=3) for prompt in documents((*LENGTHS, 15, 16, 17), seed=4)]
+    return [prefill(trained, prompt, tile=3) for prompt in documents((1, 2, 15, 16, 33), seed=4)]
 
 
 def parts(prefix):
@@ -90,6 +91,40 @@ def test_every_rank_has_all_that_a_prompt_leaves(axes):
             assert ours.keys() == truth.keys()
             for name, value in truth.items():
                 torch.testing.assert_close(ours[name], value, rtol=0, atol=1e-12, msg=name)
+
+
+def written(folder, out, **axes):
+    request = Request(
+        texts=("ACGTTGCA", "AC", "GATTACA"), max_new_tokens=5, num_samples=2, tile=4, out=out, **axes
+    )
+    return run_generation(folder, request)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save_model(
+        load_model(architecture("KD", vocab_size=256), dtype=torch.float64), tmp_path_factory.mktemp("model")
+    )
+
+
+@pytest.mark.parametrize("axes", [{"context": 2}, {"expert": 2}], ids=str)
+def test_the_command_writes_the_file_of_one_process_once(folder, tmp_path, axes):
+    written(folder, tmp_path / "one.fa")
+    run_ranks(2, on_a_rank, folder, tmp_path / "ranks.fa", axes, start="fork", timeout=60)
+    ranks, one = ((tmp_path / name).read_text().split("mean_logprob=") for name in ("ranks.fa", "one.fa"))
+    for ours, truth in zip(ranks[1:], one[1:], strict=True):
+        (logprob, letters), (expected, same) = ours.split("\n", 1), truth.split("\n", 1)
+        assert letters == same
+        assert float(logprob) == pytest.approx(float(expected), abs=3e-6)  # float32, and six digits
+
+
+def on_a_rank(folder, out, axes):
+    return written(folder, out, **axes)
+
+
+def test_ranks_without_a_word_of_what_they_share_are_refused(folder):
+    with pytest.raises(UserError, match="2 processes: .* say what they share; --context 2"):
+        run_ranks(2, on_a_rank, folder, None, {}, start="fork", timeout=60)
 
 
 def not_finite_on_ranks():

@@ -103,12 +103,12 @@ class DsaPassage:
     @torch.no_grad()
     def after(self, carry: DsaCarry | None) -> DsaCarry:
         """All latents in the order of the pack, a copy, and the last tokens' keys and gates, kpool - 1 of them."""
-        rows, keys = self._blocks.rows, self._carry.pool_keys
-        latents = self._carry.latents.view(self._blocks.num_pools, -1).index_select(0, rows)
-        tail = keys.new_zeros(0, 0)
-        if self._attention.indexer is not None:
-            tail = self._axis.share(self._last_tail, self._last_owner, "DSA tail")
-        return DsaCarry(latents.view(-1, self._attention.latent), keys, tail)
+        by_pool = self._carry.latents.view(self._blocks.num_pools, -1)
+        latents = by_pool.index_select(0, self._blocks.rows).view(-1, self._attention.latent)
+        if self._attention.indexer is None:
+            return DsaCarry(latents, latents.new_zeros(0, 0), latents.new_zeros(0, 0))
+        tail = self._axis.share(self._last_tail, self._last_owner, "DSA tail")
+        return DsaCarry(latents, self._carry.pool_keys, tail)
 
     def rest(self) -> None:
         """Forward is done: everything is gathered again on the way back."""
