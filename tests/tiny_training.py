@@ -5,11 +5,14 @@ import json
 from importlib import resources
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from longstrand.architecture import Architecture
 from longstrand.config import TrainSection
 from longstrand.data import Pack
 from longstrand.model import load_model
+from longstrand.model.parallelize import parallelize
+from longstrand.parallel import as_stored, one_process
 from longstrand.train.optimizer import Optimizer, freeze_all_but, trained_names
 
 TOY = json.loads((resources.files("longstrand") / "configs/toy.json").read_text())
@@ -47,20 +50,31 @@ def packs(*lengths, seed=0):
 class RecordingOptimizer(Optimizer):
     """Keeps the gradients of each step, after clipping."""
 
-    def __init__(self, *arguments):
-        super().__init__(*arguments)
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
         self.seen = []
 
     def step(self, learning_rate):
-        self.seen.append({name: gradient.clone() for name, gradient in self.gradients().items()})
+        self.seen.append(
+            {
+                name: whole(as_stored(gradient.clone(), self.parameters[name], self.mesh))
+                for name, gradient in self.gradients().items()
+            }
+        )
         super().step(learning_rate)
 
 
-def optimizer_of(model, train):
+def optimizer_of(model, train, mesh=None):
+    """Of the model's part for one rank of a mesh, where one is given."""
     names = trained_names(model.groups(), train)
     freeze_all_but(model, names)
-    return RecordingOptimizer(model, names, train)
+    parallelize(model, mesh or one_process())
+    return RecordingOptimizer(model, names, train, mesh=model.mesh)
+
+
+def whole(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def weights(model):
-    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    return {name: whole(tensor).clone() for name, tensor in model.state_dict().items()}

@@ -2,9 +2,14 @@
 
 
 class LongstrandError(Exception):
-    """One line that names the file or setting, the value, the rule and the remedy."""
+    """One line that names the file or setting, the value, the rule and the remedy.
+
+    Attributes:
+        said_by_another: of a run on several ranks, whether another one shows it to the user.
+    """
 
     exit_code = 1
+    said_by_another = False
 
 
 class RunFailed(LongstrandError):

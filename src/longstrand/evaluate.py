@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,6 +24,7 @@ from longstrand.data import Data, Pack, open_data, open_evaluation
 from longstrand.data.pack import NO_TARGET
 from longstrand.errors import CheckFailed, UserError
 from longstrand.memory import Levers
+from longstrand.parallel import Mesh, from_all, one_process, together
 from longstrand.peak_memory import PeakMemory
 from longstrand.series import Series, append_series, series_from
 from longstrand.trained import Trained, load_trained
@@ -60,7 +62,7 @@ def by_position(model: ScoresTokens, packs: Iterable[Pack], edges: Sequence[int]
             instead, use `evaluate_series`.
         CheckFailed: a log-probability that is not finite.
     """
-    sums = _sum_by_position(model, packs, edges, tile)
+    sums = _sum_by_position(model, packs, edges, tile, one_process())
     if sums.beyond:
         raise UserError(
             f"{sums.beyond:,} targets have more context than the last bucket edge ({edges[-1]:,} tokens): "
@@ -70,17 +72,28 @@ def by_position(model: ScoresTokens, packs: Iterable[Pack], edges: Sequence[int]
 
 
 def evaluate_series(
-    model: ScoresTokens, packs: Iterable[Pack], edges: Sequence[int], tile: int, name: str, step: int
+    model: ScoresTokens,
+    packs: Iterable[Pack],
+    edges: Sequence[int],
+    tile: int,
+    name: str,
+    step: int,
+    mesh: Mesh | None = None,
 ) -> Series:
     """One evaluation as evaluate.json holds it: buckets, totals, and sums per document for paired intervals.
 
     Targets with more context than the last edge are counted in `beyond`, those with weight 0 in `masked`.
 
+    Args:
+        packs: those of this data rank. Of D ranks, rank d has packs d, d + D, d + 2D, ... of all, and every rank gets
+            the series of all of them, in their order; some may have one less than others.
+        mesh: the ranks that score together; None: this process alone.
+
     Raises:
         UserError: edges that do not increase.
         CheckFailed: a log-probability that is not finite.
     """
-    return series_from(_sum_by_position(model, packs, edges, tile), name, step)
+    return series_from(_sum_by_position(model, packs, edges, tile, mesh or one_process()), name, step)
 
 
 def run_evaluation(
@@ -144,35 +157,92 @@ def run_evaluation(
     return series
 
 
+@dataclass(frozen=True)
+class _Scored:
+    """What is kept of one pack.
+
+    Args:
+        ids: fingerprints of its documents.
+        sums: weights and weighted nats of each document and bucket, [2, S, B].
+        tokens: targets with a weight above 0, [B].
+    """
+
+    ids: list[str]
+    sums: np.ndarray
+    tokens: np.ndarray
+    masked: int
+    beyond: int
+
+
 def _sum_by_position(
-    model: ScoresTokens, packs: Iterable[Pack], edges: Sequence[int], tile: int
+    model: ScoresTokens, packs: Iterable[Pack], edges: Sequence[int], tile: int, mesh: Mesh
 ) -> BucketSums:
     """Sums per document and bucket; packs are drawn one at a time and none is kept."""
     edges = check_edges(edges)
-    ids: list[str] = []
-    parts: list[np.ndarray] = []
-    tokens = np.zeros(len(edges) - 1, dtype=np.int64)
-    masked = beyond = 0
-    for pack in packs:
-        nats = _target_nats(model, pack, tile, len(ids))
-        bucket = _bucket_of_targets(pack, edges)
-        scored = (pack.targets != NO_TARGET) & (pack.weight != 0)
-        masked += int((pack.targets != NO_TARGET).sum() - scored.sum())
-        beyond += int((scored & (bucket == len(tokens))).sum())
-        scored &= bucket < len(tokens)
-        tokens += np.bincount(bucket[scored].numpy(), minlength=len(tokens))
-        parts.append(_document_sums(pack, nats, bucket, scored, len(tokens)))
-        ids.extend(_fingerprints(pack))
-    weight, nats_sums = np.concatenate(parts, axis=1) if parts else np.zeros((2, 0, len(tokens)))
-    return BucketSums(edges, tuple(ids), weight, nats_sums, tuple(tokens.tolist()), masked, beyond)
+    own: list[_Scored] = []
+    for pack in _passes(packs, mesh):
+        before = mesh.data.rank + mesh.data.size * sum(len(one.ids) for one in own)
+        with together(mesh.world):
+            if pack is not None:
+                own.append(_score(model, pack, edges, tile, mesh, before))
+    scored = _in_order(from_all(mesh.data, own))
+    num_buckets = len(edges) - 1
+    sums = [one.sums for one in scored] or [np.zeros((2, 0, num_buckets))]
+    weight, nats = np.concatenate(sums, axis=1)
+    return BucketSums(
+        edges,
+        tuple(fingerprint for one in scored for fingerprint in one.ids),
+        weight,
+        nats,
+        tuple(sum((one.tokens for one in scored), np.zeros(num_buckets, dtype=np.int64)).tolist()),
+        sum(one.masked for one in scored),
+        sum(one.beyond for one in scored),
+    )
 
 
-def _target_nats(model: ScoresTokens, pack: Pack, tile: int, documents_before: int) -> Tensor:
+def _passes(packs: Iterable[Pack], mesh: Mesh) -> Iterator[Pack | None]:
+    """The packs of this rank, and None while others still have some: all ranks take part in every pass."""
+    own = iter(packs)
+    pack = next(own, None)
+    while mesh.data.largest(int(pack is not None)):
+        yield pack
+        pack = next(own, None)
+
+
+def _in_order(dealt: Sequence[Sequence[_Scored]]) -> list[_Scored]:
+    """What the ranks scored, one pack of each in turn, as they were dealt."""
+    passes = max(map(len, dealt))
+    return [own[number] for number in range(passes) for own in dealt if number < len(own)]
+
+
+def _score(
+    model: ScoresTokens, pack: Pack, edges: Sequence[int], tile: int, mesh: Mesh, documents_before: int
+) -> _Scored:
+    nats = _target_nats(model, pack, tile, mesh, documents_before)
+    num_buckets = len(edges) - 1
+    bucket = _bucket_of_targets(pack, edges)
+    scored = (pack.targets != NO_TARGET) & (pack.weight != 0)
+    masked = int((pack.targets != NO_TARGET).sum() - scored.sum())
+    beyond = int((scored & (bucket == num_buckets)).sum())
+    scored &= bucket < num_buckets
+    return _Scored(
+        ids=_fingerprints(pack),
+        sums=_document_sums(pack, nats, bucket, scored, num_buckets),
+        tokens=np.bincount(bucket[scored].numpy(), minlength=num_buckets),
+        masked=masked,
+        beyond=beyond,
+    )
+
+
+def _target_nats(model: ScoresTokens, pack: Pack, tile: int, mesh: Mesh, documents_before: int) -> Tensor:
     """-log p of each target in float64, [T]; 0 where there is no target."""
     if bool((pack.weight < 0).any()):
         raise UserError("evaluation: a target has a negative weight; weights must be 0 or above")
     with torch.no_grad():
         logprobs = model.token_logprobs(pack, levers=Levers(tile=tile)).detach().to("cpu", torch.float64)
+    logprobs = mesh.context.sum(
+        logprobs, "log-probabilities"
+    )  # each context rank has those of its own tokens
     bad = ~torch.isfinite(logprobs) & (pack.targets != NO_TARGET)
     if bool(bad.any()):
         first = int(bad.nonzero()[0])

@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
 from longstrand.errors import RunFailed, UserError
-from longstrand.parallel import Axis, on_first, together
+from longstrand.parallel import Axis, by_first, together
 
 FOLDER = "checkpoints"
 VERSION = 1
@@ -83,9 +83,9 @@ def save_checkpoint(
         _sync(checkpoints)
 
     try:
-        on_first(world, begin)
+        by_first(world, begin)
         _write_tensors(temporary / "state", tensors, world)
-        on_first(world, finish)
+        by_first(world, finish)
     except (OSError, RuntimeError, CheckpointException) as error:
         if world.rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -112,7 +112,7 @@ def load_checkpoint(
         BrokenCheckpoint: the checkpoint is not whole.
         UserError: it holds other tensors.
     """
-    trainer = on_first(world, lambda: check_checkpoint(folder))
+    trainer = by_first(world, lambda: check_checkpoint(folder))
     with together(world):
         reader = FileSystemReader(folder / "state")
         held = reader.read_metadata().state_dict_metadata

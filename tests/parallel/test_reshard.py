@@ -18,7 +18,7 @@ from longstrand.errors import RunFailed, UserError
 from longstrand.memory import Levers
 from longstrand.model import load_model
 from longstrand.model.sharding import shard_weights
-from longstrand.parallel import make_mesh, on_first, run_ranks, together
+from longstrand.parallel import by_first, make_mesh, run_ranks, together
 from longstrand.state import latest_checkpoint, load_checkpoint, save_checkpoint
 from longstrand.train.optimizer import Optimizer, freeze_all_but, trained_names
 from longstrand.train.saving import Training, restore, save
@@ -69,7 +69,7 @@ def _save(run, dtype, ranks):
 def _resume(run, dtype, ranks):
     training = _training(dtype, ranks)
     world = training.optimizer.mesh.world
-    folder = on_first(world, lambda: latest_checkpoint(run))
+    folder = by_first(world, lambda: latest_checkpoint(run))
     trainer = load_checkpoint(folder, training.tensors(), world=world)
     training.optimizer.continue_from(1)
     return trainer, _whole(training.tensors()), [_step(training) for _ in range(2)]
@@ -164,7 +164,7 @@ def _agree(kind):
                 raise kind("no such thing")
     except (UserError, OSError, RuntimeError) as error:
         caught = type(error), str(error)
-    return caught, on_first(world, lambda: world.rank)
+    return caught, by_first(world, lambda: world.rank)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from longstrand.bench.crash import differences
 from longstrand.config import load_recipe
 from longstrand.data import Pack
 from longstrand.errors import CheckFailed, UserError
+from longstrand.parallel import one_process
 from longstrand.series import read_series
 from longstrand.state import load_checkpoint
 from longstrand.train import sft
@@ -234,7 +235,8 @@ def test_a_step_without_targets_is_in_the_metrics_and_moves_nothing(tmp_path, mo
         run = train(recipe_in(tmp_path, "train.steps=2", "train.save_every=1"))
     assert (metrics(run)[1]["loss"], metrics(run)[1]["targets"]) == (None, 0)
     assert "step 2: no target in 1 sequences; the weights stay as they are" in caplog.text
-    held = sft.prepare(load_recipe(run / "run.toml")).tensors()
+    recipe = load_recipe(run / "run.toml")
+    held = sft.spread(recipe, sft.prepare(recipe), one_process()).tensors()
     updates = [load_checkpoint(run / "checkpoints/step_000001", held)["updates"]]
     first = {name: tensor.clone() for name, tensor in held.items()}
     updates.append(load_checkpoint(run / "checkpoints/step_000002", held)["updates"])

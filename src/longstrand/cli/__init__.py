@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from longstrand.cli.commands import app
 from longstrand.errors import LongstrandError, RunFailed, UserError
 
+_TRACE = "\nTraceback (most recent call last)"  # of another process: no one line says what it failed at
 _TORCH_OUT_OF_MEMORY = ("allocate memory", "out of memory", "Storage size calculation overflowed")
 
 
@@ -49,8 +50,11 @@ def _check_text(arguments: list[str]) -> None:
 def _refuse(error: LongstrandError, debug: bool) -> None:
     if debug:
         traceback.print_exc()
+    if error.said_by_another:
+        sys.exit(error.exit_code)
     kind = "" if error.exit_code > 128 else "error: "  # a run that a signal stopped did as it was told
-    typer.echo(kind + " ".join(str(error).split("\n")), err=True)
+    text = str(error)
+    typer.echo(kind + (text if _TRACE in text else " ".join(text.split("\n"))), err=True)
     sys.exit(error.exit_code)
 
 

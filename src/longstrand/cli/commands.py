@@ -75,15 +75,30 @@ def train(
     overrides: Overrides = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest whole checkpoint.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, train nothing.")] = False,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Processes: parallel.data x parallel.context of the recipe.")
+    ] = None,
+    ray: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ADDRESS", help='Start them through Ray Train: "local", or a cluster\'s address.'
+        ),
+    ] = None,
 ) -> None:
-    """Train as a recipe says, evaluate, and write the report."""
-    settings = load_recipe(recipe, overrides)
-    if resume and not any(override.strip().startswith("run.") for override in overrides or []):
-        _check_place(Path(recipe), settings)
-    from longstrand.train.sft import train as run_training
+    """Train as a recipe says, evaluate, and write the report; also under torchrun."""
 
-    run = run_training(settings, resume=resume, dry_run=dry_run)
-    if not dry_run:
+    def load() -> Recipe:
+        settings = load_recipe(recipe, overrides)
+        if resume and not any(override.strip().startswith("run.") for override in overrides or []):
+            _check_place(Path(recipe), settings)
+        return settings
+
+    if not {"RANK", "TORCHELASTIC_RUN_ID"} & os.environ.keys():
+        load()  # a wrong recipe is refused before torch is imported
+    from longstrand.launch import start_training
+
+    run = start_training(load, os.environ, resume=resume, dry_run=dry_run, workers=workers, ray=ray)
+    if run is not None and not dry_run:
         report(run)
 
 

@@ -142,6 +142,10 @@ class DocumentPacks:
     def __iter__(self) -> Iterator[Pack]:
         return (self[index] for index in range(len(self)))
 
+    def dealt(self, rank: int, num_ranks: int) -> DocumentPacks:
+        """Documents rank, rank + num_ranks, rank + 2 num_ranks, ...: those of one rank."""
+        return DocumentPacks(self._stores, self._reading, self._documents, self._chosen[rank::num_ranks])
+
     @property
     def lengths(self) -> np.ndarray:
         """int64 tokens of each document."""

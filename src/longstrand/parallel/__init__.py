@@ -1,6 +1,6 @@
 """Many ranks: the mesh and what ranks exchange. Knows tensors and groups, not our layers."""
 
-from longstrand.parallel.agreement import on_first, together
+from longstrand.parallel.agreement import by_first, from_all, from_first, said_once, together
 from longstrand.parallel.axis import Axis
 from longstrand.parallel.dispatch import Spread, experts_over
 from longstrand.parallel.mesh import Mesh, all_ranks, make_mesh, one_process
@@ -15,13 +15,16 @@ __all__ = [
     "Spread",
     "all_ranks",
     "as_stored",
+    "by_first",
     "deal",
     "experts_over",
+    "from_all",
+    "from_first",
     "like_sharded",
     "local_part",
     "make_mesh",
-    "on_first",
     "one_process",
     "run_ranks",
+    "said_once",
     "together",
 ]

@@ -20,8 +20,10 @@ import torch.distributed as dist
 
 from longstrand.errors import LongstrandError, RunFailed
 
-MEETING_SECONDS = 300
-"""How long a rank waits for another in an exchange before it fails."""
+MEETING_SECONDS = 3600
+"""How long a rank waits for another in an exchange before it fails: longer than a pass, or writing a checkpoint, takes.
+
+One that died is noticed at once."""
 
 _GRACE_SECONDS = 5.0
 

@@ -61,8 +61,8 @@ class Progress:
 
 
 @contextmanager
-def logged_to(console: Console, file: Path | None) -> Iterator[None]:
-    """Sends the log of all of longstrand to the console and, with its time, to a file.
+def logged_to(console: Console | None, file: Path | None) -> Iterator[None]:
+    """Sends the log of all of longstrand to the console, if any, and, with its time, to a file.
 
     What ends the run is written to the file only: the command says it once more itself.
 
@@ -72,7 +72,7 @@ def logged_to(console: Console, file: Path | None) -> Iterator[None]:
     logger = logging.getLogger("longstrand")
     level = logger.level
     in_file = logging.NullHandler() if file is None else _file_handler(file)
-    handlers = (_ConsoleHandler(console), in_file)
+    handlers = (in_file,) if console is None else (_ConsoleHandler(console), in_file)
     logger.setLevel(logging.INFO)
     for handler in handlers:
         logger.addHandler(handler)

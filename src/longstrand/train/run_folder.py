@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import fcntl
+import re
 import shlex
+import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,31 +17,33 @@ from longstrand.atomic import write_atomic
 from longstrand.config import KernelsSection, Recipe, Source, dump_toml, load_recipe
 from longstrand.errors import UserError
 from longstrand.ops.native import use_native
+from longstrand.parallel import Mesh, by_first, one_process, together
 
-MAY_CHANGE = {"kernels.cpu", "memory.spool", "run.out", "train.steps"}
-"""Settings that a resumed run may have otherwise than the run it goes on with; other kernels round otherwise."""
+_LOG = re.compile(r"log(_rank[0-9]+)?\.txt")
+_MESH = {f"parallel.{name}" for name in ("data", "context", "expert", "segments", "receive")}
+MAY_CHANGE = {"kernels.cpu", "memory.spool", "run.out", "train.steps", *_MESH}
+"""Settings that a resumed run may have otherwise than the run it goes on with; other kernels round otherwise, and so do
+sums over other ranks."""
 
 
 @contextmanager
-def open_run(recipe: Recipe, *, resume: bool) -> Iterator[tuple[Path, Recipe]]:
-    """Makes or reopens the run's folder and holds its lock.
+def open_run(recipe: Recipe, *, resume: bool, mesh: Mesh | None = None) -> Iterator[tuple[Path, Recipe]]:
+    """Makes or reopens the run's folder and holds its lock; of several ranks the first does, for all.
 
     Yields:
         The folder, and the recipe with everything resolved: paths absolute, threads a number. A resumed run has
         the number of threads it began with, since another one could round sums otherwise.
 
     Raises:
-        UserError: the folder cannot be made or is in use, is used and `resume` is not set, is no run folder, or
-            belongs to another recipe.
+        UserError: the folder cannot be made or is in use, is used and `resume` is not set, is no run folder, belongs
+            to another recipe, or is not there for every rank.
     """
-    run = Path(recipe.run.out).expanduser()
-    check_unused(run, resume=resume)
-    _make(run)
-    with _lock(run):
-        used = check_unused(run, resume=resume)
-        resolved = resolve_recipe(recipe)
-        if used:
-            resolved = _same_recipe(run, recipe, resolved)
+    mesh = mesh or one_process()
+    with ExitStack() as held:
+        run, resolved = by_first(mesh.world, lambda: held.enter_context(_opened(recipe, resume=resume)))
+        with together(mesh.world):
+            if not mesh.first:
+                _join(run, resolved, mesh.world.rank)
         yield run, resolved
 
 
@@ -55,7 +59,8 @@ def check_unused(run: Path, *, resume: bool) -> bool:
         UserError: it holds one and `resume` is not set, or it holds something else.
     """
     try:
-        found = sorted(p.name for p in run.iterdir() if not p.name.startswith(".") and p.name != "log.txt")
+        names = (path.name for path in run.iterdir())
+        found = sorted(name for name in names if not name.startswith(".") and not _LOG.fullmatch(name))
     except FileNotFoundError:
         return False
     except OSError as error:
@@ -72,6 +77,11 @@ def check_unused(run: Path, *, resume: bool) -> bool:
             f"run.out = {run}: holds a run already; go on with {resume_command(run)} (or choose another run.out)"
         )
     return bool(found)
+
+
+def log_file(run: Path, rank: int) -> Path:
+    """Each rank has its own; the first one's is the log of the run."""
+    return run / ("log.txt" if rank == 0 else f"log_rank{rank}.txt")
 
 
 def resume_command(run: Path) -> str:
@@ -110,6 +120,29 @@ def resolve_recipe(recipe: Recipe) -> Recipe:
             ),
         }
     )
+
+
+@contextmanager
+def _opened(recipe: Recipe, *, resume: bool) -> Iterator[tuple[Path, Recipe]]:
+    run = Path(recipe.run.out).expanduser()
+    check_unused(run, resume=resume)
+    _make(run)
+    with _lock(run):
+        used = check_unused(run, resume=resume)
+        resolved = resolve_recipe(recipe)
+        if used:
+            resolved = _same_recipe(run, recipe, resolved)
+        yield run, resolved
+
+
+def _join(run: Path, recipe: Recipe, rank: int) -> None:
+    """What opening the folder means for a rank that did not."""
+    if not run.is_dir():
+        raise UserError(
+            f"run.out = {run}: rank {rank} on {socket.gethostname()} does not find the folder that rank 0 made; choose "
+            "one on a file system that all machines share"
+        )
+    use_native(recipe.kernels.cpu)
 
 
 def _kernels_taken(recipe: Recipe) -> Literal["native", "portable"]:
@@ -173,8 +206,8 @@ def _same_recipe(run: Path, given: Recipe, resolved: Recipe) -> Recipe:
         if old.get(name) != new.get(name) and name not in MAY_CHANGE:
             raise UserError(
                 f"{name} = {new.get(name)}: this run began with {old.get(name)}, and a resumed run may change only "
-                f"{', '.join(sorted(MAY_CHANGE))}; go on as it began with {resume_command(run)}, or choose another "
-                "run.out"
+                f"{', '.join(sorted(MAY_CHANGE - _MESH))} and [parallel]; go on as it began with "
+                f"{resume_command(run)}, or choose another run.out"
             )
     return resolved
 

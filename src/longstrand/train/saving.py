@@ -15,7 +15,7 @@ from longstrand.atomic import write_atomic
 from longstrand.data import Data, Loader
 from longstrand.errors import UserError
 from longstrand.model import Model
-from longstrand.parallel import as_stored, local_part, on_first
+from longstrand.parallel import Mesh, as_stored, by_first, local_part
 from longstrand.state import (
     FOLDER,
     latest_checkpoint,
@@ -41,9 +41,14 @@ class Training:
     loader: Loader
     step: int = 0
 
+    @property
+    def mesh(self) -> Mesh:
+        """The ranks that share the run."""
+        return self.model.mesh
+
     def tensors(self) -> dict[str, Tensor]:
         """Model and optimizer as a checkpoint names them, the same for any number of ranks; not copies."""
-        mesh = self.optimizer.mesh
+        mesh = self.mesh
         model = {
             f"model.{name}": as_stored(local_part(tensor), tensor, mesh)
             for name, tensor in self.model.state_dict().items()
@@ -56,7 +61,7 @@ def save(run: Path, training: Training, keep: int) -> Path:
 
     All ranks call it; the loader and the random state that are kept are those of the first one.
     """
-    world = training.optimizer.mesh.world
+    world = training.mesh.world
     trainer = {
         "updates": training.optimizer.updates,
         "loader": training.loader.state_dict(),
@@ -68,7 +73,7 @@ def save(run: Path, training: Training, keep: int) -> Path:
         prune_checkpoints(run, keep)
         write_ledger(run, training)
 
-    on_first(world, finish)
+    by_first(world, finish)
     return folder
 
 
@@ -85,8 +90,8 @@ def restore(run: Path, training: Training, steps: int) -> None:
     Raises:
         UserError: no checkpoint is whole, it is beyond `steps`, or it belongs to another recipe or other data.
     """
-    world = training.optimizer.mesh.world
-    newest = on_first(world, lambda: _reopen(run))
+    world = training.mesh.world
+    newest = by_first(world, lambda: _reopen(run))
     if newest is not None:
         trainer = load_checkpoint(newest, training.tensors(), world=world)
         training.step = trainer["step"]
@@ -100,10 +105,10 @@ def restore(run: Path, training: Training, steps: int) -> None:
         torch.set_rng_state(
             torch.frombuffer(bytearray(base64.b64decode(trainer["random"])), dtype=torch.uint8)
         )
-    cut, absent = on_first(world, lambda: cut_after(run, training.step))
+    cut, absent = by_first(world, lambda: cut_after(run, training.step))
     if absent:
         _log.warning("metrics.jsonl lacks %d of the %d lines up to here", absent, training.step)
-    if training.optimizer.mesh.first and (newest is not None or cut):
+    if training.mesh.first and (newest is not None or cut):
         where = newest.name if newest is not None else "step 0, as there is no checkpoint yet"
         _log.info("going on from %s; %d lines of metrics.jsonl after it were cut", where, cut)
 

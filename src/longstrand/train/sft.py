@@ -5,19 +5,26 @@ from __future__ import annotations
 import gc
 import json
 import logging
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
 
 from longstrand.architecture import DSA, Architecture
 from longstrand.atomic import write_atomic
-from longstrand.config import Recipe
-from longstrand.data import open_data
-from longstrand.errors import UserError
-from longstrand.memory import levers_of
+from longstrand.config import Recipe, TrainSection
+from longstrand.data import Data, Loader, Pack, open_data
+from longstrand.errors import CheckFailed, UserError
+from longstrand.memory import Levers, levers_of
 from longstrand.model import Model, kernels, load_model
+from longstrand.model.parallelize import parallelize
 from longstrand.ops.native import native_state
+from longstrand.parallel import Mesh, by_first, make_mesh, one_process, said_once, together
 from longstrand.peak_memory import SOURCE, PeakMemory
 from longstrand.state import checkpoint_bytes, require_space
 from longstrand.train.evaluation import evaluate_once, evaluation_packs
@@ -27,6 +34,7 @@ from longstrand.train.optimizer import Optimizer, freeze_all_but, trained_names
 from longstrand.train.progress import Progress, logged_to
 from longstrand.train.run_folder import (
     check_unused,
+    log_file,
     open_run,
     resolve_recipe,
     resume_command,
@@ -34,20 +42,24 @@ from longstrand.train.run_folder import (
 )
 from longstrand.train.saving import Training, restore, save, write_ledger
 from longstrand.train.signals import Stopped, StopRequests
-from longstrand.train.step import take_step
+from longstrand.train.step import StepResult, take_step
 from longstrand.train.timing import StepTimer
 from longstrand.trained import model_source, require_finite
 
 _log = logging.getLogger(__name__)
 
 
-def train(recipe: Recipe, *, resume: bool = False, dry_run: bool = False) -> Path:
+def train(recipe: Recipe, *, resume: bool = False, dry_run: bool = False, mesh: Mesh | None = None) -> Path:
     """Trains as the recipe says and returns the run's folder.
+
+    With several processes, each calls it with the same arguments. What ends the run on one rank, an error or a signal,
+    ends it on all; only the first one writes files, but for a log of each.
 
     Args:
         recipe: everything that defines the run.
         resume: go on from the newest whole checkpoint of `run.out`; begins a run where there is none.
         dry_run: open data, model and optimizer, say what they are, and write nothing into `run.out`.
+        mesh: the ranks that share the run; None: as the recipe says, of the processes that torch.distributed knows.
 
     Raises:
         UserError: the recipe, its inputs or the folder cannot be used.
@@ -55,19 +67,23 @@ def train(recipe: Recipe, *, resume: bool = False, dry_run: bool = False) -> Pat
         RunFailed: the disk does not take a file; the last checkpoint is kept.
         Stopped: SIGTERM or SIGINT came; the step was finished and saved.
     """
-    console = Console(stderr=True)
     if dry_run:
-        with logged_to(console, None):
+        with logged_to(Console(stderr=True), None):
             check_unused(Path(recipe.run.out), resume=resume)
             resolved = resolve_recipe(recipe)
-            evaluation_packs(resolved, prepare(resolved).data)
+            prepared = prepare(resolved)
+            evaluation_packs(resolved, prepared.data)
+            spread(resolved, prepared, one_process())
         return Path(recipe.run.out)
+    mesh = mesh or _mesh_of(recipe)
+    console = Console(stderr=True) if mesh.first else None
 
-    # 1. The folder: made or reopened, for this process alone.
+    # 1. The folder: made or reopened, for this run alone.
     with (
-        open_run(recipe, resume=resume) as (run, resolved),
-        logged_to(console, run / "log.txt"),
-        StopRequests() as stop,
+        said_once(mesh.world, Stopped),
+        open_run(recipe, resume=resume, mesh=mesh) as (run, resolved),
+        logged_to(console, log_file(run, mesh.world.rank)),
+        StopRequests(silent=not mesh.first) as stop,
         PeakMemory() as memory,
         clean_spool(resolved),
     ):
@@ -77,15 +93,12 @@ def train(recipe: Recipe, *, resume: bool = False, dry_run: bool = False) -> Pat
 
         # 2. Data, model and optimizer, as they were where a stopped run was.
         with stop.leaving_at_once("no step was taken; start it again"):
-            training = prepare(resolved)
-            packs = evaluation_packs(resolved, training.data)
+            with together(mesh.world):
+                prepared = prepare(resolved)
+                packs = evaluation_packs(resolved, prepared.data)
+            training = spread(resolved, prepared, mesh)
             restore(run, training, resolved.train.steps)
-            steps_left = resolved.train.steps - training.step
-            if steps_left:
-                require_space(run, training.tensors(), training.step + 1)
-            write_recipe(run, resolved)
-            write_ledger(run, training)
-            write_atomic(run / "kernels.json", json.dumps(kernels(training.model), indent=1))
+            by_first(mesh.world, lambda: _write_start(run, resolved, training))
 
         # 3. Held-out loss by position before the first step.
         with stop.leaving_at_once(f"no step was taken; {go_on}"):
@@ -93,7 +106,7 @@ def train(recipe: Recipe, *, resume: bool = False, dry_run: bool = False) -> Pat
                 evaluate_once(run, resolved, training, packs, "before")
 
         # 4. The steps; each one that is due is saved.
-        if steps_left:
+        if training.step < resolved.train.steps:
             _take_steps(run, resolved, training, stop, memory, console)
 
         # 5. Held-out loss by position after the last step.
@@ -103,8 +116,22 @@ def train(recipe: Recipe, *, resume: bool = False, dry_run: bool = False) -> Pat
     return run
 
 
-def prepare(recipe: Recipe) -> Training:
-    """Data, model and optimizer of a resolved recipe, at step 0; logs what they are.
+@dataclass(frozen=True)
+class Prepared:
+    """Data and model of a recipe, the same on every rank: each reads the same data and draws the same weights.
+
+    Attributes:
+        trained: names of the parameters that learn.
+    """
+
+    model: Model
+    data: Data
+    loader: Loader
+    trained: list[str]
+
+
+def prepare(recipe: Recipe) -> Prepared:
+    """Data and model of a resolved recipe; waits for no other rank.
 
     Raises:
         UserError: an input cannot be used, or data and model do not fit each other.
@@ -126,14 +153,35 @@ def prepare(recipe: Recipe) -> Training:
     names = trained_names(model.groups(), recipe.train)
     freeze_all_but(model, names)
     check_levers(recipe, model)
-    training = Training(model, _optimizer(recipe, model, names), data, loader)
-    _describe(recipe, training)
+    return Prepared(model, data, loader, names)
+
+
+def spread(recipe: Recipe, prepared: Prepared, mesh: Mesh) -> Training:
+    """This rank's part of the model, with its optimizer, at step 0; logs what they are.
+
+    Raises:
+        UserError: the model cannot be spread as `[parallel]` says.
+    """
+    _describe_model(recipe, prepared)
+    model, sizes = prepared.model, recipe.parallel
+    with said_once(mesh.world, UserError):
+        parallelize(
+            model,
+            mesh,
+            segments=None if sizes.segments == "auto" else sizes.segments,
+            receive=sizes.receive or 4 * recipe.memory.tile,
+        )
+    optimizer = _optimizer(recipe, model, prepared.trained)
+    training = Training(model, optimizer, prepared.data, prepared.loader)
+    _log.info("CPU kernels: %s", native_state())
+    _log.info("a checkpoint takes %.1f MB", checkpoint_bytes(training.tensors()) / 1e6)
     return training
 
 
 def _optimizer(recipe: Recipe, model: Model, names: list[str]) -> Optimizer:
     device = torch.device("cpu") if recipe.memory.optimizer == "host" else None
-    return Optimizer(model, names, recipe.train, device=device, threads=recipe.run.threads)
+    threads = recipe.run.threads
+    return Optimizer(model, names, recipe.train, device=device, threads=threads, mesh=model.mesh)
 
 
 def _require_effect(recipe: Recipe, shape: Architecture) -> None:
@@ -150,46 +198,88 @@ def _require_effect(recipe: Recipe, shape: Architecture) -> None:
         )
 
 
+def _mesh_of(recipe: Recipe) -> Mesh:
+    sizes = recipe.parallel
+    return make_mesh(data=sizes.data, context=sizes.context, expert=sizes.expert)
+
+
+def _write_start(run: Path, recipe: Recipe, training: Training) -> None:
+    """From here on the folder holds a run."""
+    if training.step < recipe.train.steps:
+        require_space(run, training.tensors(), training.step + 1)
+    write_recipe(run, recipe)
+    write_ledger(run, training)
+    write_atomic(run / "kernels.json", json.dumps(kernels(training.model), indent=1))
+
+
 def _take_steps(
     run: Path,
     recipe: Recipe,
     training: Training,
     stop: StopRequests,
     memory: PeakMemory,
-    console: Console,
+    console: Console | None,
 ) -> None:
-    """The loop: data, step, record, and a checkpoint where one is due or a signal came."""
-    settings = recipe.train
+    """The loop: data, step, record, and a checkpoint where one is due or a signal came to any rank."""
+    settings, world = recipe.train, training.mesh.world
     levers = levers_of(recipe.memory, run)
     gc.freeze()  # what is here stays: not to be searched for garbage at every step (5 % of a short one)
     timer = StepTimer(settings.steps, memory)
-    sinks = open_sinks(run, recipe.run.sinks, training.step)
-    with Metrics(run, sinks) as metrics, Progress(console, settings.steps, training.step) as progress:
+    with _outputs(run, recipe, training, console) as write:
         while training.step < settings.steps:
             timer.start()
             step, packs = training.step + 1, training.loader.next_step()
-            result = take_step(training.model, packs, training.optimizer, settings, step=step, levers=levers)
+            result = _step(training, packs, settings, step, levers)
             training.step = step
             record = timer.record(step, result)
-            metrics.write(record)
-            progress.show(record)
+            record["peak_memory_bytes"] = world.largest(record["peak_memory_bytes"])
+            signal = world.largest(stop.number or 0)
+            due = step in (1, settings.steps) or step % settings.save_every == 0 or signal > 0
+            by_first(world, partial(write, record, sync=due))
             if result.loss is None:
                 _log.warning(
                     "step %d: no target in %d sequences; the weights stay as they are", step, len(packs)
                 )
-
-            signal = stop.number
-            if step in (1, settings.steps) or step % settings.save_every == 0 or signal is not None:
-                metrics.sync()
+            if due:
                 save(run, training, settings.keep)
-            if signal is not None:
+            if signal:
                 saved = f"step {step} of {settings.steps} is saved"
                 raise Stopped(signal, f"{saved}; go on with {resume_command(run)}")
 
 
-def _describe(recipe: Recipe, training: Training) -> None:
-    sizes = {name: parameter.numel() for name, parameter in training.model.named_parameters()}
-    trained = sum(sizes[name] for name in training.optimizer.parameters)
+def _step(
+    training: Training, packs: list[Pack], settings: TrainSection, step: int, levers: Levers
+) -> StepResult:
+    with said_once(training.mesh.world, CheckFailed):  # what is not finite anywhere is known to all
+        return take_step(training.model, packs, training.optimizer, settings, step=step, levers=levers)
+
+
+@contextmanager
+def _outputs(
+    run: Path, recipe: Recipe, training: Training, console: Console | None
+) -> Iterator[Callable[..., None]]:
+    """A function for the record of a step: written and shown, and with `sync` on the disk; for the first rank."""
+    with ExitStack() as held:
+        metrics = progress = None
+        with together(training.mesh.world):
+            if console is not None:
+                sinks = open_sinks(run, recipe.run.sinks, training.step)
+                metrics = held.enter_context(Metrics(run, sinks))
+                progress = held.enter_context(Progress(console, recipe.train.steps, training.step))
+
+        def write(record: dict[str, Any], *, sync: bool) -> None:
+            assert metrics is not None and progress is not None
+            metrics.write(record)
+            progress.show(record)
+            if sync:
+                metrics.sync()
+
+        yield write
+
+
+def _describe_model(recipe: Recipe, prepared: Prepared) -> None:
+    sizes = {name: parameter.numel() for name, parameter in prepared.model.named_parameters()}
+    trained = sum(sizes[name] for name in prepared.trained)
     _log.info(
         "%s parameters, %s of them trained; %d steps of %d sequences of %s tokens; %s, %d threads",
         f"{sum(sizes.values()):,}",
@@ -200,5 +290,3 @@ def _describe(recipe: Recipe, training: Training) -> None:
         recipe.run.dtype,
         torch.get_num_threads(),
     )
-    _log.info("CPU kernels: %s", native_state())
-    _log.info("a checkpoint takes %.1f MB", checkpoint_bytes(training.tensors()) / 1e6)

@@ -21,13 +21,23 @@ class Stopped(LongstrandError):
     def __init__(self, number: int, message: str) -> None:
         super().__init__(f"stopped by {signal.Signals(number).name}: {message}")
         self.exit_code = 128 + number
+        self._given = (number, message)
+
+    def __reduce__(self) -> tuple[type[Stopped], tuple[int, str]]:
+        """So that one process can hand it to another."""
+        return Stopped, self._given
 
 
 class StopRequests:
-    """Remembers the first signal while a step runs; a second one ends the process in the usual way."""
+    """Remembers the first signal while a step runs; a second one ends the process in the usual way.
 
-    def __init__(self) -> None:
+    Args:
+        silent: of several ranks, one says what happens.
+    """
+
+    def __init__(self, *, silent: bool = False) -> None:
         self.number: int | None = None
+        self._silent = silent
         self._at_once: str | None = None
         self._before: dict[int, Any] = {}
 
@@ -58,7 +68,8 @@ class StopRequests:
         if self._at_once is not None:
             raise Stopped(number, self._at_once)
         # print() must not be entered again from a handler.
-        os.write(2, b"finishing this step, then saving; the same signal again ends the run at once\n")
+        if not self._silent:
+            os.write(2, b"finishing this step, then saving; the same signal again ends the run at once\n")
 
     def _restore(self) -> None:
         for number, handler in self._before.items():

@@ -1,9 +1,9 @@
-"""One optimizer step over a list of packs: one token mean over all of them, whatever their number."""
+"""One optimizer step over a list of packs: one token mean over all of them, on whichever ranks they are computed."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +14,7 @@ from longstrand.data import Pack
 from longstrand.errors import CheckFailed
 from longstrand.memory import Levers
 from longstrand.model import Model, SideLosses
+from longstrand.parallel import Mesh
 from longstrand.train.optimizer import Optimizer
 from longstrand.train.schedule import learning_rate
 
@@ -23,7 +24,7 @@ Counts = Mapping[int, Tensor]
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one step did; `None` for the last four where the step had no target and nothing moved.
+    """What one step did on all ranks; `None` for the last four where it had no target and nothing moved.
 
     Args:
         tokens: tokens read.
@@ -46,7 +47,7 @@ class StepResult:
 
 @dataclass(frozen=True)
 class _Backward:
-    """What the passes over all packs of a step add up to."""
+    """What the passes over all packs of a step add up to, on all ranks."""
 
     loss: float
     indexer_kl: float
@@ -62,21 +63,22 @@ def take_step(
     step: int,
     levers: Levers = Levers(),
 ) -> StepResult:
-    """Moves the weights by one step.
+    """Moves the weights by one step, by the same amount on every rank.
 
         loss = sum over packs of (weight * -logprob) / sum over packs of weight
 
-    The sums run over the whole step, so a token counts the same in a short pack and in a long one, and a pack
-    without targets adds exactly 0. Without a target in any pack the weights stay as they are.
+    The sums run over the whole step and all ranks, so a token counts the same in a short pack and in a long one,
+    whichever rank computes it, and a pack without targets adds exactly 0. Without a target in any pack the weights
+    stay as they are.
 
     Args:
         model: its trained parameters are those of `optimizer`, with no gradients.
-        packs: the sequences of the step.
+        packs: the sequences of the step, all of them on every rank; each computes its own.
         step: counted from 1; decides the learning rate and stands in errors.
         levers: what bounds memory, such as the number of tokens computed at once.
 
     Raises:
-        CheckFailed: a loss or gradient is not finite. The optimizer has not moved.
+        CheckFailed: a loss or gradient is not finite, on any rank. The optimizer has not moved on any.
         RunFailed: a spool cannot be made, written or read. The optimizer has not moved.
     """
     tokens = sum(len(pack) for pack in packs)
@@ -85,8 +87,8 @@ def take_step(
     if targets == 0:
         return StepResult(tokens, targets, rate)
 
-    # 1. Gradients of one mean over all packs, and their common norm.
-    done = _backward(model, packs, settings, step, levers)
+    # 1. Gradients of one mean over all packs of all ranks, and their common norm.
+    done = _Passes(model, packs, settings, step, levers).backward()
     norm = _clip(optimizer, settings.clip, step)
 
     # 2. The weights move, then the router's bias.
@@ -113,46 +115,101 @@ def move_router_bias(model: Model, counts: Counts, rate: float) -> None:
         bias += rate * (count.sum() - count * len(count)).sign().to(bias.dtype)
 
 
-def _backward(
-    model: Model, packs: Sequence[Pack], settings: TrainSection, step: int, levers: Levers
-) -> _Backward:
-    """Adds up the gradients pack by pack.
+@dataclass(frozen=True)
+class _Passes:
+    """The passes over the packs of one step that this rank takes part in."""
 
-    The indexer's loss is a mean over DSA layers and the step's rows with a complete pool. The router's auxiliary
-    loss takes expert shares of the whole step, which several packs must first be counted for: one more forward.
-    """
-    total_weight = sum(float(pack.weight.double().sum()) for pack in packs)
-    num_layers = model.architecture.layer_types.count("indexed_attention")
-    rows = max(num_layers * sum(pack.indexer_rows(model.architecture.index_kpool) for pack in packs), 1)
-    aux = settings.balance == "aux"
-    shares = _count_experts(model, packs, levers) if aux and len(packs) > 1 else None
-    loss, kl = 0.0, 0.0
-    counts: dict[int, Tensor] = {}
-    for number, pack in enumerate(packs, start=1):
-        side = SideLosses(
-            indexer=settings.indexer,
-            indexer_scale=settings.indexer_weight / rows,
-            aux_scale=settings.balance_rate if aux else 0.0,
-        )
-        logprobs = model.token_logprobs(pack, side=side, levers=levers)
-        counts = _added(counts, side.expert_counts)
-        side.expert_counts = shares or side.expert_counts
-        part = -(logprobs.double() * pack.weight.double()).sum() / total_weight
-        value = float(part.detach())
-        _require_finite(value, f"step {step}: the loss of sequence {number} of {len(packs)}")
-        part.backward()
-        loss, kl = loss + value, kl + float(side.indexer_kl) / rows
-    return _Backward(loss, kl, counts)
+    model: Model
+    packs: Sequence[Pack]
+    settings: TrainSection
+    step: int
+    levers: Levers
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.model.mesh
+
+    def backward(self) -> _Backward:
+        """Adds up the gradients of this rank's part of the loss, pack by pack.
+
+        The indexer's loss is a mean over DSA layers and the step's rows with a complete pool. The router's auxiliary
+        loss takes expert shares of the whole step. Where other packs or ranks have a part in them, they must first be
+        counted: one more forward.
+        """
+        settings, shape = self.settings, self.model.architecture
+        total_weight = sum(float(pack.weight.double().sum()) for pack in self.packs)
+        num_layers = shape.layer_types.count("indexed_attention")
+        rows = max(num_layers * sum(pack.indexer_rows(shape.index_kpool) for pack in self.packs), 1)
+        aux = settings.balance == "aux"
+        shares = self._count_experts() if aux and (len(self.packs) > 1 or self.mesh.world.size > 1) else None
+        loss, kl = 0.0, 0.0
+        counts: dict[int, Tensor] = {}
+        for number, pack in self._passes():
+            side = SideLosses(
+                indexer=settings.indexer,
+                indexer_scale=settings.indexer_weight / rows,
+                aux_scale=settings.balance_rate if aux and pack is not None else 0.0,
+            )
+            given = _nothing() if pack is None else pack
+            logprobs = self.model.token_logprobs(given, side=side, levers=self.levers)
+            if pack is not None:
+                counts = _added(counts, side.expert_counts)
+            side.expert_counts = shares or side.expert_counts
+            part = -(logprobs.double() * given.weight.double()).sum() / total_weight
+            value = float(part.detach())
+            self._require_finite_loss(value, number)
+            part.backward()
+            loss, kl = loss + value, kl + float(side.indexer_kl) / rows
+        world = self.mesh.world
+        return _Backward(world.total(loss), world.total(kl), self._over_ranks(counts))
+
+    def _passes(self) -> Iterator[tuple[int, Pack | None]]:
+        """The passes of this rank, as many as of every other: (number of the pack from 1, the pack).
+
+        Data rank d computes packs d, d + D, d + 2D, ... of the step. Where a rank has no more packs but others do, it
+        has None: it runs one token without a target, for what all ranks exchange in a pass.
+        """
+        axis = self.mesh.data
+        for first in range(0, len(self.packs), axis.size):
+            index = first + axis.rank
+            yield index + 1, self.packs[index] if index < len(self.packs) else None
+
+    def _require_finite_loss(self, value: float, number: int) -> None:
+        """Every rank learns of the value of every other, and refuses what is not finite before its backward."""
+        world, data = self.mesh.world, self.mesh.data
+        values = world.gather(torch.tensor([value], dtype=torch.float64), "losses").tolist()
+        for rank, found in enumerate(values):
+            pack = number - data.rank + rank // self.mesh.context.size
+            where = f"the loss of sequence {pack} of {len(self.packs)}"
+            _require_finite(found, f"step {self.step}: {where}{_on_rank(rank, self.mesh)}")
+
+    @torch.no_grad()
+    def _count_experts(self) -> dict[int, Tensor]:
+        counts: dict[int, Tensor] = {}
+        for _, pack in self._passes():
+            side = SideLosses()
+            self.model.token_logprobs(_nothing() if pack is None else pack, side=side, levers=self.levers)
+            if pack is not None:
+                counts = _added(counts, side.expert_counts)
+        return self._over_ranks(counts)
+
+    def _over_ranks(self, counts: dict[int, Tensor]) -> dict[int, Tensor]:
+        """The counts of all ranks together; one without a pack has counted nothing."""
+        world, shape = self.mesh.world, self.model.architecture
+        if world.size == 1:
+            return counts
+        layers = [layer for layer, kind in enumerate(shape.mlp_layer_types) if kind == "sparse"]
+        nothing = torch.zeros(shape.n_routed_experts, dtype=torch.int64, device=self.model.norm.weight.device)
+        return {layer: world.sum(counts.get(layer, nothing).clone(), "expert counts") for layer in layers}
 
 
-@torch.no_grad()
-def _count_experts(model: Model, packs: Sequence[Pack], levers: Levers) -> dict[int, Tensor]:
-    counts: dict[int, Tensor] = {}
-    for pack in packs:
-        side = SideLosses()
-        model.token_logprobs(pack, side=side, levers=levers)
-        counts = _added(counts, side.expert_counts)
-    return counts
+def _nothing() -> Pack:
+    return Pack.from_documents([torch.zeros(1, dtype=torch.int64)])
+
+
+def _on_rank(rank: int, mesh: Mesh) -> str:
+    """Words that name a rank in an error; none where there is but one."""
+    return f" (rank {rank})" if mesh.world.size > 1 else ""
 
 
 def _added(counts: Counts, more: Counts) -> dict[int, Tensor]:

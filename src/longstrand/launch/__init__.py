@@ -1,0 +1,5 @@
+"""How the ranks of a run are started: one process, processes of this machine, torchrun, Ray Train."""
+
+from longstrand.launch.starting import start_training
+
+__all__ = ["start_training"]

@@ -1,0 +1,92 @@
+"""`--workers N`: ranks as processes of this machine, which meet in a file."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from longstrand.config import Recipe
+from longstrand.errors import RunFailed
+from longstrand.launch.ranks import train_as_rank
+from longstrand.parallel import Axis, run_ranks
+from longstrand.train.run_folder import resume_command
+from longstrand.train.signals import SIGNALS, Stopped
+
+
+def train_on_this_machine(recipe: Recipe, workers: int, *, resume: bool) -> Path:
+    """Trains with that many processes, which share the CPU threads of this one; returns the run's folder.
+
+    SIGTERM and SIGINT go on to all of them: they finish the step, save, and end; the same signal again ends them at
+    once. They end with this process, however it ends.
+
+    Raises:
+        Stopped: a signal came.
+        RunFailed: a rank was killed, or failed with something else than the errors that `train` raises.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(max(1, threads // workers))
+    try:
+        with _passed_on() as came:
+            runs: list[Path] = run_ranks(workers, _train, recipe, resume)
+    except (RunFailed, KeyboardInterrupt) as error:
+        if came.number is None and isinstance(error, RunFailed):
+            raise
+        how = resume_command(Path(recipe.run.out).expanduser().absolute())
+        raise Stopped(came.number or signal.SIGINT, f"the ranks were ended; go on with {how}") from error
+    finally:
+        torch.set_num_threads(threads)
+    return runs[0]
+
+
+def _train(recipe: Recipe, resume: bool) -> Path:
+    os.setpgid(0, 0)  # Ctrl-C in a terminal reaches the one who waits, and through it each rank, once
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    return train_as_rank(recipe, Axis("world", dist.group.WORLD), resume=resume)
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+@dataclass
+class _Came:
+    number: int | None = None
+
+
+@contextmanager
+def _passed_on() -> Iterator[_Came]:
+    """Hands the first SIGTERM or SIGINT to the ranks and goes on waiting for them; the second acts here."""
+    came = _Came()
+    if threading.current_thread() is not threading.main_thread():
+        yield came
+        return
+    before: dict[int, Any] = {}
+
+    def receive(number: int, frame: FrameType | None) -> None:
+        came.number = number
+        for each, handler in before.items():
+            signal.signal(each, handler)
+        for rank in multiprocessing.active_children():
+            if rank.pid is not None:
+                os.kill(rank.pid, number)
+
+    before = {number: signal.signal(number, receive) for number in SIGNALS}
+    try:
+        yield came
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)

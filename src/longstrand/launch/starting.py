@@ -1,0 +1,107 @@
+"""Where `longstrand train` finds out how it was started, and begins the run that way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, MutableMapping
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from longstrand.config import ParallelSection, Recipe
+from longstrand.errors import UserError
+from longstrand.launch.local import train_on_this_machine
+from longstrand.launch.ranks import backend, train_as_rank
+from longstrand.launch.through_ray import train_through_ray
+from longstrand.parallel import Axis, by_first
+from longstrand.parallel.processes import MEETING_SECONDS
+from longstrand.train.sft import train
+
+
+def start_training(
+    load: Callable[[], Recipe],
+    environment: MutableMapping[str, str],
+    *,
+    resume: bool = False,
+    dry_run: bool = False,
+    workers: int | None = None,
+    ray: str | None = None,
+) -> Path | None:
+    """Trains as a recipe says and returns the run's folder; None on a rank that another one speaks for.
+
+    Args:
+        load: gives the recipe; where torchrun started this process, the first rank alone calls it.
+        environment: torchrun's variables are read from it, and Ray's are set in it.
+        workers: processes to start; None: one, under Ray as many as the recipe says.
+        ray: "local" starts a Ray of its own, which ends with the run; else the address of a cluster.
+
+    Raises:
+        UserError: the recipe does not fit the number of processes, or two ways to start are asked for at once; and
+            what `train` raises.
+    """
+    if "TORCHELASTIC_RUN_ID" in environment or {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= environment.keys():
+        if workers is not None or ray is not None:
+            option = "--ray" if ray is not None else "--workers"
+            raise UserError(
+                f"{option}: torchrun has started the processes already; remove it, or start without torchrun"
+            )
+        with _joined(environment) as world:
+            return _train_under_torchrun(world, load, resume=resume, dry_run=dry_run)
+    recipe = load()
+    if workers is None:
+        workers = recipe.parallel.world if ray is not None else None
+    if workers is not None or not dry_run:
+        require_fit(recipe.parallel, workers or 1)
+    if dry_run:
+        return train(recipe, resume=resume, dry_run=True)
+    if ray is not None:
+        return train_through_ray(recipe, workers or 1, ray, environment, resume=resume)
+    if workers is not None and workers > 1:
+        return train_on_this_machine(recipe, workers, resume=resume)
+    return train(recipe, resume=resume)
+
+
+def require_fit(parallel: ParallelSection, num_processes: int) -> None:
+    """Refuses a recipe for another number of processes; one for a single process is not spread by itself.
+
+    Raises:
+        UserError: with what to set, or how to start.
+    """
+    if parallel.world == num_processes:
+        return
+    if parallel == ParallelSection():
+        raise UserError(
+            f"{num_processes} processes for a recipe without [parallel]: it must say what they share; set "
+            f"parallel.data = {num_processes} (each computes its own sequences) or parallel.context = {num_processes} "
+            "(they share each sequence), or both with that product"
+        )
+    raise UserError(
+        f"parallel.data x parallel.context = {parallel.data} x {parallel.context}: must be the number of processes, "
+        f"{num_processes}; start {parallel.world} (--workers {parallel.world}, or torchrun), or change the axes"
+    )
+
+
+def _train_under_torchrun(
+    world: Axis, load: Callable[[], Recipe], *, resume: bool, dry_run: bool
+) -> Path | None:
+    recipe = by_first(world, load)
+    by_first(world, lambda: require_fit(recipe.parallel, world.size))
+    if dry_run:
+        run = by_first(world, lambda: train(recipe, resume=resume, dry_run=True))
+    else:
+        run = train_as_rank(recipe, world, resume=resume)
+    return run if world.rank == 0 else None
+
+
+@contextmanager
+def _joined(environment: MutableMapping[str, str]) -> Iterator[Axis]:
+    """The ranks that torchrun started, all of them."""
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(environment.get("LOCAL_RANK", "0")))
+    dist.init_process_group(backend(), timeout=timedelta(seconds=MEETING_SECONDS))
+    try:
+        yield Axis("world", dist.group.WORLD)
+    finally:
+        dist.destroy_process_group()

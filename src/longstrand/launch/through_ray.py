@@ -1,0 +1,289 @@
+"""`--ray`: ranks as workers of Ray Train, on this machine or on a cluster. The only file that imports Ray."""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import traceback
+from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager, redirect_stderr
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+import torch.distributed as dist
+
+from longstrand.config import Recipe
+from longstrand.errors import LongstrandError, RunFailed, UserError
+from longstrand.launch.ranks import train_as_rank
+from longstrand.parallel import Axis
+from longstrand.parallel.processes import MEETING_SECONDS
+from longstrand.train.run_folder import resume_command
+from longstrand.train.signals import Stopped
+
+_OBJECT_STORE_BYTES = 100 * 2**20  # only a recipe and lines of text pass through it
+_POLL_SECONDS = 0.3
+_ANSWER_SECONDS = 10
+_SETTINGS = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_enable_metrics_collection": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_TRAIN_V2_ENABLED": "1",
+}
+
+
+def train_through_ray(
+    recipe: Recipe, workers: int, address: str, environment: MutableMapping[str, str], *, resume: bool
+) -> Path:
+    """Trains with that many Ray workers and returns the run's folder; what the first rank says is shown here.
+
+    Args:
+        address: "local" for a Ray of this run alone, without fixed ports, which ends with it; else that of a cluster,
+            whose machines have the same files under the same paths.
+
+    Raises:
+        LongstrandError: what a rank raised.
+        Stopped: SIGINT or SIGTERM came here; the workers were ended.
+        RunFailed: a worker was killed, or failed in another way (with its traceback).
+    """
+    for name, value in _SETTINGS.items():
+        environment.setdefault(name, value)
+    try:
+        import ray
+        from ray.train import TrainingFailedError
+    except ImportError as error:
+        raise UserError(
+            f'--ray {address}: Ray is not installed; pip install "longstrand[ray]", or start with --workers or torchrun'
+        ) from error
+    go_on = resume_command(Path(recipe.run.out).expanduser().absolute())
+    # Twice, since Ray takes SIGTERM for itself when it starts.
+    with _ended_by_signals(go_on), _session(address, workers) as folder, _ended_by_signals(go_on):
+        desk: Any = ray.remote(num_cpus=0)(_Desk)
+        desk = desk.remote()
+        config = {"recipe": recipe, "resume": resume, "folder": str(Path.cwd()), "desk": desk}
+        with _shown(desk):
+            try:
+                _trainer(
+                    config, workers, folder or Path(recipe.run.out).expanduser().absolute() / ".ray"
+                ).fit()
+            except TrainingFailedError as error:
+                raise _failure(ray.get(desk.failures_so_far.remote()), error, workers) from None
+            except SystemExit:  # how Ray Train leaves after SIGINT
+                raise Stopped(signal.SIGINT, f"the workers were ended; go on with {go_on}") from None
+        run: Path = ray.get(desk.outcome.remote())
+        return run
+
+
+class _Desk:
+    """An actor between the workers and the process that waits for them: text to show, errors, the result."""
+
+    def __init__(self) -> None:
+        self.text: list[str] = []
+        self.failures: list[tuple[int, LongstrandError | None, str]] = []
+        self.run: Path | None = None
+
+    def say(self, text: str) -> None:
+        self.text.append(text)
+
+    def take(self) -> str:
+        text, self.text = "".join(self.text), []
+        return text
+
+    def fail(self, rank: int, error: LongstrandError | None, trace: str) -> None:
+        self.failures.append((rank, error, trace))
+
+    def failures_so_far(self) -> list[tuple[int, LongstrandError | None, str]]:
+        return self.failures
+
+    def finish(self, run: Path) -> None:
+        self.run = run
+
+    def outcome(self) -> Path | None:
+        return self.run
+
+
+class _ToDesk(io.TextIOBase):
+    """Text that a worker writes, shown by the process that waits."""
+
+    def __init__(self, desk: Any) -> None:
+        self._desk = desk
+
+    def write(self, text: str) -> int:
+        self._desk.say.remote(text)
+        return len(text)
+
+
+class _Telling:
+    """Tells the desk what ends a worker, whatever it is."""
+
+    def __init__(self, desk: Any, rank: int) -> None:
+        self._desk, self._rank = desk, rank
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        import ray
+
+        if isinstance(error, LongstrandError):
+            ray.get(self._desk.fail.remote(self._rank, error, ""))
+        elif error is not None:
+            ray.get(self._desk.fail.remote(self._rank, None, "".join(traceback.format_exception(error))))
+
+
+def _train_worker(config: dict[str, Any]) -> None:
+    """What each worker runs; Ray Train has joined them before."""
+    import ray
+
+    desk, world = config["desk"], Axis("world", dist.group.WORLD)
+    logging.getLogger("longstrand").propagate = False  # Ray's own handler would show each line again
+    shown = _ToDesk(desk) if world.rank == 0 else sys.stderr
+    with _Telling(desk, world.rank), redirect_stderr(shown):
+        _enter(config["folder"], world.rank)
+        run = train_as_rank(config["recipe"], world, resume=config["resume"])
+        if world.rank == 0:
+            ray.get(desk.finish.remote(run))
+
+
+def _enter(folder: str, rank: int) -> None:
+    """Relative paths of the recipe mean what they mean where the run was started."""
+    try:
+        os.chdir(folder)
+    except OSError as error:
+        raise UserError(
+            f"{folder}: rank {rank} on {socket.gethostname()} has no such folder ({error.strerror}); start from one "
+            "that all machines of the cluster share"
+        ) from error
+
+
+def _trainer(config: dict[str, Any], workers: int, folder: Path) -> Any:
+    import ray
+    from ray.train import FailureConfig, RunConfig, ScalingConfig
+    from ray.train.torch import TorchConfig, TorchTrainer
+
+    on_gpus = ray.cluster_resources().get("GPU", 0) >= workers
+    return TorchTrainer(
+        _train_worker,
+        train_loop_config=config,
+        scaling_config=ScalingConfig(num_workers=workers, use_gpu=on_gpus),
+        torch_config=TorchConfig(
+            backend="cpu:gloo,cuda:nccl" if on_gpus else "gloo", timeout_s=MEETING_SECONDS
+        ),
+        run_config=RunConfig(
+            name="longstrand", storage_path=str(folder), failure_config=FailureConfig(max_failures=0)
+        ),
+    )
+
+
+@contextmanager
+def _session(address: str, workers: int) -> Iterator[Path | None]:
+    """Joins a cluster, or starts a Ray whose processes and folder end with it; yields that folder."""
+    import ray
+
+    if address != "local":
+        _require_cluster(address)
+        ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING)
+        try:
+            yield None
+        finally:
+            ray.shutdown()
+        return
+    folder = Path(tempfile.mkdtemp(prefix="ls-ray-"))  # short: the paths of sockets in it are limited
+    try:
+        ray.init(
+            address="local",
+            num_cpus=workers,
+            include_dashboard=False,
+            object_store_memory=_OBJECT_STORE_BYTES,
+            log_to_driver=False,
+            logging_level=logging.WARNING,
+            _temp_dir=str(folder),
+        )
+        yield folder
+    finally:
+        ray.shutdown()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _require_cluster(address: str) -> None:
+    """Ray itself would try for many minutes."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or "/" in host:
+        raise UserError(f'--ray {address}: must be "local", or HOST:PORT of a cluster, such as 10.0.0.1:6379')
+    try:
+        socket.create_connection((host, int(port)), timeout=_ANSWER_SECONDS).close()
+    except (OSError, OverflowError) as error:
+        raise UserError(
+            f'--ray {address}: no cluster answers there ({error}); check the address, or use "local"'
+        ) from error
+
+
+@contextmanager
+def _shown(desk: Any) -> Iterator[None]:
+    """Prints what the first rank says, as it comes."""
+    import ray
+
+    done = threading.Event()
+
+    def show() -> None:
+        last = False
+        while not last:
+            last = done.wait(_POLL_SECONDS)
+            text = ray.get(desk.take.remote())
+            sys.stderr.write(text)
+            sys.stderr.flush()
+
+    printer = threading.Thread(target=show, daemon=True)
+    printer.start()
+    try:
+        yield
+    finally:
+        done.set()
+        printer.join(10)
+
+
+@contextmanager
+def _ended_by_signals(go_on: str) -> Iterator[None]:
+    """SIGTERM ends the run as SIGINT does, instead of leaving Ray's processes behind."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def receive(number: int, frame: FrameType | None) -> None:
+        raise Stopped(number, f"the workers were ended; go on with {go_on}")
+
+    before = {number: signal.signal(number, receive) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _failure(
+    told: list[tuple[int, LongstrandError | None, str]], error: Exception, workers: int
+) -> LongstrandError:
+    """The first thing that went wrong: a worker that died says nothing, and the others fail because it is gone."""
+    said = {rank for rank, _, _ in told}
+    lost = [rank for rank in getattr(error, "worker_failures", {}) if rank not in said]
+    users = [each for _, each, _ in told if each is not None]
+    if users:
+        return users[0]
+    if lost:
+        return RunFailed(
+            f"rank {lost[0]} of {workers} died without a word (a signal such as that of the out-of-memory killer, or a "
+            "crash); the others were ended"
+        )
+    if told:
+        rank, _, trace = told[0]
+        return RunFailed(f"rank {rank} of {workers} failed:\n{trace}")
+    return RunFailed(f"Ray Train failed:\n{error}")
