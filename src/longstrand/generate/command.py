@@ -21,7 +21,7 @@ from longstrand.generate.prompts import LetterCodec, Prompt, TextCodec, read_pro
 from longstrand.generate.rollout import BATCH, generate
 from longstrand.generate.sampling import Sampling
 from longstrand.generate.turns import Generated
-from longstrand.parallel import all_ranks, on_first
+from longstrand.parallel import all_ranks, by_first
 from longstrand.trained import Trained, load_trained
 from longstrand.wording import count, number, percent
 
@@ -67,7 +67,7 @@ def run_generation(target: Path, request: Request) -> str:
         UserError: the target, a prompt or a setting cannot be used, or `out` exists.
         CheckFailed: a log-probability that is not finite.
     """
-    on_first(all_ranks(), lambda: _check_out(request.out))
+    by_first(all_ranks(), lambda: _check_out(request.out))
     trained = load_trained(target)
     mesh = trained.mesh(request.context, request.expert)
     kernels = trained.use_settings()
@@ -89,7 +89,7 @@ def run_generation(target: Path, request: Request) -> str:
             watch=work.add,
         )
     text = "".join(_written(prompts, found, request, codec))
-    on_first(mesh.world, lambda: _write(request.out, text))
+    by_first(mesh.world, lambda: _write(request.out, text))
     if mesh.first:
         _say(work, found, request, codec, [f"CPU kernels: {kernels}", trained.beyond(longest)])
     return text
