@@ -24,7 +24,7 @@ from longstrand.data import Data, Pack, open_data, open_evaluation
 from longstrand.data.pack import NO_TARGET
 from longstrand.errors import CheckFailed, UserError
 from longstrand.memory import Levers
-from longstrand.parallel import Mesh, from_all, one_process, together
+from longstrand.parallel import Mesh, all_ranks, from_all, one_process, together
 from longstrand.peak_memory import PeakMemory
 from longstrand.series import Series, append_series, series_from
 from longstrand.trained import Trained, load_trained
@@ -131,7 +131,8 @@ def run_evaluation(
         UserError: the target or the data cannot be used, or they do not fit each other.
         CheckFailed: a log-probability that is not finite.
     """
-    trained = load_trained(target)
+    with together(all_ranks()):
+        trained = load_trained(target)
     mesh = trained.mesh(context, expert)
     errors = Console(stderr=True, soft_wrap=True, quiet=not mesh.first)
 
@@ -253,7 +254,7 @@ def _score(
 
 def _target_nats(model: ScoresTokens, pack: Pack, tile: int, mesh: Mesh, documents_before: int) -> Tensor:
     """-log p of each target in float64, [T]; 0 where there is no target."""
-    # Each context rank has those of its own tokens. What is refused is so afterwards: no rank leaves the others waiting.
+    # Each context rank has those of its own tokens. What is refused is so afterwards: no rank is left waiting.
     logprobs = mesh.context.sum(_logprobs(model, pack, tile), "log-probabilities")
     if bool((pack.weight < 0).any()):
         raise UserError("evaluation: a target has a negative weight; weights must be 0 or above")

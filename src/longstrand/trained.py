@@ -63,8 +63,8 @@ class Trained:
         """The mesh of the processes that torch.distributed knows; of one where it knows none.
 
         Args:
-            context, expert: sizes of these axes, what is left of the processes being `data`; None: as the run was trained,
-                where it had as many processes.
+            context, expert: sizes of these axes; what is left of the processes is `data`. Where neither is given: as
+                the run was trained, if it had as many processes.
 
         Raises:
             UserError: sizes that do not fit the number of processes, or none where the run says nothing about so many.

@@ -123,7 +123,7 @@ def on_a_rank(folder, out, axes):
 
 
 def test_ranks_without_a_word_of_what_they_share_are_refused(folder):
-    with pytest.raises(UserError, match="2 processes: .* say what they share; --context 2"):
+    with pytest.raises(UserError, match=r"2 processes: .* say what they share; --context 2"):
         run_ranks(2, on_a_rank, folder, None, {}, start="fork", timeout=60)
 
 

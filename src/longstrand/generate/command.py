@@ -21,7 +21,7 @@ from longstrand.generate.prompts import LetterCodec, Prompt, TextCodec, read_pro
 from longstrand.generate.rollout import BATCH, generate
 from longstrand.generate.sampling import Sampling
 from longstrand.generate.turns import Generated
-from longstrand.parallel import all_ranks, by_first
+from longstrand.parallel import all_ranks, by_first, together
 from longstrand.trained import Trained, load_trained
 from longstrand.wording import count, number, percent
 
@@ -67,15 +67,17 @@ def run_generation(target: Path, request: Request) -> str:
         UserError: the target, a prompt or a setting cannot be used, or `out` exists.
         CheckFailed: a log-probability that is not finite.
     """
-    by_first(all_ranks(), lambda: _check_out(request.out))
-    trained = load_trained(target)
+    world = all_ranks()
+    by_first(world, lambda: _check_out(request.out))
+    with together(world):
+        trained = load_trained(target)
+        kernels = trained.use_settings()
+        codec = _codec(trained, request)
+        prompts = read_prompts(request.files, request.texts, codec)
+        _check_tokens(trained, prompts)
+        longest = max(len(prompt.tokens) for prompt in prompts) + request.max_new_tokens
+        sampling = _sampling(trained, request, codec)
     mesh = trained.mesh(request.context, request.expert)
-    kernels = trained.use_settings()
-    codec = _codec(trained, request)
-    prompts = read_prompts(request.files, request.texts, codec)
-    _check_tokens(trained, prompts)
-    longest = max(len(prompt.tokens) for prompt in prompts) + request.max_new_tokens
-    sampling = _sampling(trained, request, codec)
     trained.spread(mesh)
     with _watching(len(prompts) * request.num_samples * request.max_new_tokens, mesh.first) as work:
         found = generate(
@@ -208,7 +210,9 @@ def _watching(total: int, shown: bool) -> Iterator[_Work]:
         TimeRemainingColumn(),
     )
     console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not (shown and console.is_terminal)) as progress:
+    with Progress(
+        *columns, console=console, transient=True, disable=not (shown and console.is_terminal)
+    ) as progress:
         yield _Work(progress, total)
 
 

@@ -13,7 +13,6 @@ from torch import Tensor
 from longstrand.errors import CheckFailed
 from longstrand.model import Model
 from longstrand.model.decode import Prefix, idle_step, prefill
-from longstrand.parallel import Mesh
 
 
 class Place(NamedTuple):
@@ -46,8 +45,8 @@ class Turns:
     """The ranks of a model's mesh, of which each `data` rank grows its own sequences.
 
     Ranks of `context` share a prompt's way through the model and then grow the same sequences, every one of which the
-    first of them draws: rounding may differ between them, their tokens may not. Weights are gathered and experts reached
-    by all ranks at once, so that all take as many turns; one that has no sequence left takes part without (`idle`).
+    first of them draws: rounding may differ between them, their tokens may not. Weights are gathered and experts
+    reached by all ranks at once, so that all take as many turns; one without a sequence takes part too (`idle`).
     """
 
     def __init__(self, model: Model) -> None:

@@ -1,8 +1,8 @@
 """What bounds the memory of a step: the scan over tiles and its levers."""
 
 from longstrand.memory.levers import Levers, levers_of
-from longstrand.memory.protocol import ScanEnd, ScanLayer, SideLosses, TileGraph, Watch
 from longstrand.memory.prefix import prefix_of
+from longstrand.memory.protocol import ScanEnd, ScanLayer, SideLosses, TileGraph, Watch
 from longstrand.memory.scan import scan_layers
 from longstrand.memory.tile_walk import TileWalk
 

@@ -22,7 +22,8 @@ from longstrand.wording import count
 _log = logging.getLogger(__name__)
 
 NOT_RUN = (
-    "counted, not run: no weight was read, nothing was computed or exchanged, and no run of this code on GPUs has been made"
+    "counted, not run: no weight was read, nothing was computed or exchanged, and no run of this code on GPUs has been "
+    "made"
 )
 
 
@@ -33,7 +34,9 @@ def check_layout(recipe: Recipe, console: Console) -> Layout:
         UserError: the recipe cannot be spread like this, or the files that are here cannot be used.
     """
     source = model_source(recipe.model)
-    shape = read_architecture(source) if source.is_dir() else Architecture.from_hf(read_json(source), str(source))
+    shape = (
+        read_architecture(source) if source.is_dir() else Architecture.from_hf(read_json(source), str(source))
+    )
     layout = layout_of(recipe, shape)
     _show(layout, recipe, console)
     _check_data(recipe, shape, source)
@@ -54,9 +57,7 @@ def _check_data(recipe: Recipe, shape: Architecture, source: Path) -> None:
     opened = [open_data(recipe.data, seed=recipe.run.seed, model_folder=folder)]
     if recipe.evaluate.sources:
         length = recipe.evaluate.length or recipe.data.length
-        opened.append(
-            open_evaluation(recipe.evaluate.sources, length, like=recipe.data, model_folder=folder)
-        )
+        opened.append(open_evaluation(recipe.evaluate.sources, length, like=recipe.data, model_folder=folder))
     for each in opened:
         if each.max_token >= shape.vocab_size:
             raise UserError(
@@ -71,7 +72,7 @@ def _show(layout: Layout, recipe: Recipe, console: Console) -> None:
         title=f"rank {layout.rank} of {layout.world}: data {sizes.data} x context {sizes.context}, "
         f"expert {sizes.expert}",
         title_justify="left",
-        min_width=78,
+        min_width=96,
     )
     for name, justify in (("", "left"), ("GiB", "right"), ("", "left")):
         table.add_column(name, justify=justify)  # type: ignore[arg-type]
@@ -85,8 +86,9 @@ def _show(layout: Layout, recipe: Recipe, console: Console) -> None:
         why = "an upper bound: not all at once; tiles in work come on top" if place == "device" else ""
         table.add_row(f"sum on the {place}", f"{layout.total(place) / 2**30:.2f}", why, style="bold")
     table.add_section()
+    table.add_row("one layer and sequence:", "", "", style="bold")
     for (what, when), num_bytes in layout.received.items():
-        table.add_row(what, f"{num_bytes / 2**30:.3f}", f"received per layer and sequence, {when}")
+        table.add_row(what, f"{num_bytes / 2**30:.3f}", f"from other ranks, {when}")
     console.print(table)
 
 

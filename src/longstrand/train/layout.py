@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -119,7 +119,7 @@ class _Counted:
 
     def __init__(self, recipe: Recipe, model: Model) -> None:
         self.recipe, self.model, self.shape = recipe, model, model.architecture
-        self.mesh, self.layers = model.mesh, cast("list[Any]", list(model.layers))
+        self.mesh, self.layers = model.mesh, list[Any](model.layers)
         self.levers: Levers = levers_of(recipe.memory, recipe.run.out)
         self.first = first_trained(model.embed_tokens.weight, self.layers)
         require_fewer_streams(self.levers.keep_every, len(self.layers), self.first)
@@ -139,11 +139,12 @@ class _Counted:
         largest = self._largest_layer()
         root = [p for name, p in self.model.named_parameters() if not name.startswith("layers.")]
         copies = (values if on_host else narrow) * 4
+        why = "what AdamW moves on the host" if on_host else "masters of what is narrower"
         return {
             "weights": Term(_own_bytes(self.model.parameters()), "device", self.recipe.run.dtype),
             "gradients": Term(values * self.wide, "device", "float32 or wider"),
             "moments": Term(2 * values * self.wide, place, "two per trained parameter"),
-            "float32 copies": Term(copies, place, "masters, and what AdamW moves on a host"),
+            "float32 copies": Term(copies, place, why),
             **({"gradients on the host": Term(values * self.wide, "host", "in a step")} if on_host else {}),
             "largest layer, gathered": Term(_gathered_bytes(largest), "device", "one layer at a time"),
             "its gradients": Term(2 * self._gradient_bytes(largest), "device", "twice in a sum"),
@@ -198,15 +199,19 @@ class _Counted:
         }
 
     def received(self) -> dict[tuple[str, str], int]:
-        """Bytes from other ranks, of one layer and one sequence; experts as if tokens chose them evenly."""
+        """Bytes from other ranks, of one layer and one sequence; experts as if tokens chose them evenly.
+
+        Left out is what no length and no width makes large: counts, tails, the few rows before a DSA layer's segments.
+        """
         found: dict[tuple[str, str], int] = {}
         shape, n, e = self.shape, self.mesh.context.size, self.itemsize
         if n > 1:
-            own, heads = len(self.pack.segments), shape.linear_num_heads * shape.linear_head_dim
-            states, halo = own * heads * shape.linear_head_dim * self.wide, own * 3 * heads * e
-            halo *= shape.linear_conv_kernel_dim - 1
-            found["KDA: states", "forward"] = 3 * states * (n - 1) // n + halo
-            found["KDA: states", "backward"] = 2 * states * (n - 1) // n + halo
+            own, inner = len(self.pack.segments), shape.linear_num_heads * shape.linear_head_dim
+            states = own * inner * shape.linear_head_dim * self.wide
+            found["KDA: summaries and states", "forward"] = 3 * states * (n - 1) // n
+            found["KDA: summaries and states", "backward"] = 2 * states * (n - 1) // n
+            halo = own * (shape.linear_conv_kernel_dim - 1) * 3 * inner * e
+            found["KDA: convolution inputs", "there and back"] = 2 * halo
             latents, keys = self._dsa_values()
             gathered, learns = (latents + keys) * e, self.recipe.train.indexer != "frozen"
             summed = (latents + keys * learns) * self.wide
