@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 
 from longstrand.config import ParallelSection, Recipe
-from longstrand.errors import UserError
+from longstrand.errors import LongstrandError, UserError
 from longstrand.launch.local import train_on_this_machine
 from longstrand.launch.ranks import backend, train_as_rank
 from longstrand.launch.through_ray import train_through_ray
-from longstrand.parallel import Axis, by_first
+from longstrand.parallel import Axis, all_ranks, by_first, said_once
 from longstrand.parallel.processes import MEETING_SECONDS
 from longstrand.train.sft import train
 
@@ -41,7 +41,7 @@ def start_training(
         UserError: the recipe does not fit the number of processes, or two ways to start are asked for at once; and
             what `train` raises.
     """
-    if "TORCHELASTIC_RUN_ID" in environment or {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= environment.keys():
+    if _under_torchrun(environment):
         if workers is not None or ray is not None:
             option = "--ray" if ray is not None else "--workers"
             raise UserError(
@@ -63,6 +63,16 @@ def start_training(
     return train(recipe, resume=resume)
 
 
+@contextmanager
+def joined_ranks(environment: MutableMapping[str, str]) -> Iterator[Axis]:
+    """The ranks that torchrun started, else this process alone; what ends all of them, the first one says."""
+    if not _under_torchrun(environment):
+        yield all_ranks()
+        return
+    with _joined(environment) as world, said_once(world, LongstrandError):
+        yield world
+
+
 def require_fit(parallel: ParallelSection, num_processes: int) -> None:
     """Refuses a recipe for another number of processes; one for a single process is not spread by itself.
 
@@ -81,6 +91,10 @@ def require_fit(parallel: ParallelSection, num_processes: int) -> None:
         f"parallel.data x parallel.context = {parallel.data} x {parallel.context}: must be the number of processes, "
         f"{num_processes}; start {parallel.world} (--workers {parallel.world}, or torchrun), or change the axes"
     )
+
+
+def _under_torchrun(environment: MutableMapping[str, str]) -> bool:
+    return "TORCHELASTIC_RUN_ID" in environment or {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= environment.keys()
 
 
 def _train_under_torchrun(

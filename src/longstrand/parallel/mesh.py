@@ -63,6 +63,11 @@ def one_process() -> Mesh:
     return Mesh(Axis("data"), Axis("context"), Axis("expert"), Axis("expert_replicas"), Axis("world"))
 
 
+def all_ranks() -> Axis:
+    """The processes that torch.distributed knows; this one alone where it knows none."""
+    return Axis("world", dist.group.WORLD if dist.is_initialized() else None)
+
+
 def make_mesh(*, data: int, context: int, expert: int, device: str = "cpu") -> Mesh:
     """The mesh of the processes that torch.distributed knows; of one process where it knows none.
 

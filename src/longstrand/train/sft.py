@@ -24,9 +24,10 @@ from longstrand.memory import Levers, levers_of
 from longstrand.model import Model, kernels, load_model
 from longstrand.model.parallelize import parallelize
 from longstrand.ops.native import native_state
-from longstrand.parallel import Mesh, by_first, make_mesh, one_process, said_once, together
+from longstrand.parallel import Mesh, all_ranks, by_first, make_mesh, one_process, said_once, together
 from longstrand.peak_memory import SOURCE, PeakMemory
 from longstrand.state import checkpoint_bytes, require_space
+from longstrand.train.dry_run import check_layout
 from longstrand.train.evaluation import evaluate_once, evaluation_packs
 from longstrand.train.levers import check_levers, clean_spool
 from longstrand.train.metrics import Metrics, open_sinks
@@ -71,6 +72,9 @@ def train(recipe: Recipe, *, resume: bool = False, dry_run: bool = False, mesh: 
         with logged_to(Console(stderr=True), None):
             check_unused(Path(recipe.run.out), resume=resume)
             resolved = resolve_recipe(recipe)
+            if resolved.parallel.world > all_ranks().size:
+                check_layout(resolved, Console(stderr=True, width=100))
+                return Path(recipe.run.out)
             prepared = prepare(resolved)
             evaluation_packs(resolved, prepared.data)
             spread(resolved, prepared, one_process())
