@@ -115,6 +115,22 @@ def train(
 
 
 @app.command()
+def certify(
+    recipe: RecipeFile,
+    overrides: Overrides = None,
+    tokens: Annotated[str, typer.Option(help='Tokens of the data in all: "2048", "8k".')] = "2k",
+    ranks: Annotated[
+        int | None, typer.Option(min=1, help="Ranks that share a sequence; by default the recipe's axes.")
+    ] = None,
+) -> None:
+    """Compare ranks, packs, tiles, levers and a resumed run with one plain process, on your model and data."""
+    settings, number = load_recipe(recipe, overrides), _tokens("--tokens", tokens)
+    from longstrand.checks.certify import run_certification
+
+    typer.echo(run_certification(settings, tokens=number, ranks=ranks))
+
+
+@app.command()
 def evaluate(
     target: Annotated[
         Path, typer.Argument(metavar="CHECKPOINT_OR_RUN", help="A run, a checkpoint, or a model folder.")

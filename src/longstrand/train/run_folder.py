@@ -19,7 +19,7 @@ from longstrand.errors import UserError
 from longstrand.ops.native import use_native
 from longstrand.parallel import Mesh, by_first, one_process, together
 
-_LOG = re.compile(r"log(_rank[0-9]+)?\.txt")
+_BEFORE_A_RUN = re.compile(r"log(_rank[0-9]+)?\.txt|certificate\.json")
 _MESH = {f"parallel.{name}" for name in ("data", "context", "expert", "segments", "receive")}
 MAY_CHANGE = {"kernels.cpu", "memory.spool", "run.out", "train.steps", *_MESH}
 """Settings that a resumed run may have otherwise than the run it goes on with; other kernels round otherwise, and so do
@@ -60,7 +60,9 @@ def check_unused(run: Path, *, resume: bool) -> bool:
     """
     try:
         names = (path.name for path in run.iterdir())
-        found = sorted(name for name in names if not name.startswith(".") and not _LOG.fullmatch(name))
+        found = sorted(
+            name for name in names if not name.startswith(".") and not _BEFORE_A_RUN.fullmatch(name)
+        )
     except FileNotFoundError:
         return False
     except OSError as error:
@@ -126,7 +128,7 @@ def resolve_recipe(recipe: Recipe) -> Recipe:
 def _opened(recipe: Recipe, *, resume: bool) -> Iterator[tuple[Path, Recipe]]:
     run = Path(recipe.run.out).expanduser()
     check_unused(run, resume=resume)
-    _make(run)
+    make_folder(run)
     with _lock(run):
         used = check_unused(run, resume=resume)
         resolved = resolve_recipe(recipe)
@@ -164,7 +166,12 @@ def _if_there(name: str | None) -> str | None:
     return _absolute(name) if name is not None and Path(name).expanduser().exists() else name
 
 
-def _make(run: Path) -> None:
+def make_folder(run: Path) -> None:
+    """Makes it where it is not there.
+
+    Raises:
+        UserError: it cannot be made.
+    """
     try:
         run.mkdir(parents=True, exist_ok=True)
     except OSError as error:
