@@ -113,7 +113,8 @@ class MixtureOfExperts(nn.Module):
         Returns: the same for the tile's way back, on which the experts of this rank receive others' gradients.
         """
         if choose:
-            side.count_experts(self.layer, torch.empty(0, self.num_active), self.num_experts)
+            none = torch.empty(0, self.num_active, dtype=torch.long)
+            side.count_experts(self.layer, none, self.num_experts)
         if self.spread is None:
             return lambda: None
         with torch.enable_grad():
