@@ -115,7 +115,7 @@ def train(
 
 
 @app.command()
-def evaluate(
+def evaluate(  # noqa: PLR0913 (the options of a command)
     target: Annotated[
         Path, typer.Argument(metavar="CHECKPOINT_OR_RUN", help="A run, a checkpoint, or a model folder.")
     ],
