@@ -11,11 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from longstrand.bench._small_models import architecture
 from longstrand.bench.crash import write_inputs
 from longstrand.config import ParallelSection, load_recipe
 from longstrand.errors import UserError
 from longstrand.launch import start_training
 from longstrand.launch.starting import require_fit
+from longstrand.model import load_model, save_model
 
 BRIEF = ["--set", "evaluate.before=false", "--set", "evaluate.sequences=2", "--set", "parallel.data=2"]
 
@@ -107,6 +109,22 @@ def test_torchrun_trains_and_what_it_refuses_is_said_once(tmp_path):
     code, said = ended(tmp_path, launcher=launcher)
     assert code != 0
     assert said.count("holds a run already") == 1
+
+
+def test_torchrun_generates_and_one_rank_speaks(tmp_path):
+    model = save_model(load_model(architecture("KD", vocab_size=256)), tmp_path / "model")
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "longstrand"]
+    asked = ["generate", str(model), "--prompt", "GATTACA", "--max-new-tokens", "5"]
+    ranks = subprocess.run(
+        [sys.executable, *launcher, *asked, "--context", "2"], capture_output=True, text=True, timeout=200
+    )
+    assert ranks.returncode == 0, ranks.stderr
+    assert ranks.stderr.count("1 sequences, 5 new tokens") == 1
+    one = subprocess.run(
+        [sys.executable, "-m", "longstrand", *asked], capture_output=True, text=True, timeout=200
+    )
+    assert ranks.stdout.split("mean_logprob")[0] == one.stdout.split("mean_logprob")[0]
+    assert ranks.stdout.splitlines()[1] == one.stdout.splitlines()[1]
 
 
 def test_workers_stop_at_the_same_step_and_none_outlives_the_one_who_waits(tmp_path):

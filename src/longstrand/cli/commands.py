@@ -115,6 +115,7 @@ def train(
 
 
 @app.command()
+<<<<<<< HEAD
 def certify(
     recipe: RecipeFile,
     overrides: Overrides = None,
@@ -131,7 +132,10 @@ def certify(
 
 
 @app.command()
-def evaluate(
+def evaluate(  # noqa: PLR0913 (the options of a command)
+=======
+def evaluate(  # noqa: PLR0913 (the options of a command)
+>>>>>>> c-gen
     target: Annotated[
         Path, typer.Argument(metavar="CHECKPOINT_OR_RUN", help="A run, a checkpoint, or a model folder.")
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -13,6 +14,7 @@ from torch import Tensor
 from longstrand.errors import CheckFailed
 from longstrand.model import Model
 from longstrand.model.decode import Prefix, idle_step, prefill
+from longstrand.parallel import together
 
 
 class Place(NamedTuple):
@@ -86,12 +88,13 @@ class Turns:
         """Tokens that all ranks have just drawn, and whether any of them goes on.
 
         Raises:
-            CheckFailed: a rank has an error; its own there.
+            CheckFailed: that of a rank that has one, on all.
         """
         all_drawn, all_going = self._totals(drawn, going)
         failed = self.mesh.world.largest(int(error is not None))
-        if failed:
-            raise error or CheckFailed("generation: another rank's log-probabilities are not finite")
+        with together(self.mesh.world) if failed else nullcontext():
+            if error is not None:
+                raise error
         return all_drawn, all_going > 0
 
     def idle(self) -> None:
