@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -43,7 +44,7 @@ class Check:
             "check": self.name,
             "settings": self.settings,
             "passed": self.passed,
-            **asdict(self.difference),
+            **{name: _as_json(value) for name, value in asdict(self.difference).items()},
             "limit": self.limit,
             "seconds": round(self.seconds, 2),
         }
@@ -86,7 +87,7 @@ class Certificate:
             "checks": [check.as_dict() for check in self.checks],
             "not_checked": self.not_checked,
         }
-        write_atomic(run / FILE, json.dumps(found, indent=1))
+        write_atomic(run / FILE, json.dumps(found, indent=1, allow_nan=False))
         return run / FILE
 
     def show(self, console: Console) -> None:
@@ -115,6 +116,11 @@ def _cells(check: Check) -> tuple[str, ...]:
         f"{_small(found.gradient)} {found.group}",
         same if found.where is None else f"DIFFERS: {found.where}",
     )
+
+
+def _as_json(value: Any) -> Any:
+    """What is no number, or infinite, as text: JSON has no word for it."""
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _small(value: float | None) -> str:

@@ -43,7 +43,12 @@ MOST_RANKS = 16
 
 
 def run_certification(
-    recipe: Recipe, *, tokens: int = TOKENS, ranks: int | None = None, start: Start = "spawn"
+    recipe: Recipe,
+    *,
+    tokens: int = TOKENS,
+    ranks: int | None = None,
+    start: Start = "spawn",
+    only: Collection[str] = NAMES,
 ) -> Path:
     """Certifies a recipe, shows what was found, and returns the certificate.json that it wrote into the run folder.
 
@@ -51,7 +56,7 @@ def run_certification(
         CheckFailed: something differs, with the check and where it begins to.
     """
     run = Path(recipe.run.out).expanduser()
-    certificate = certify(recipe, tokens=tokens, ranks=ranks, start=start)
+    certificate = certify(recipe, tokens=tokens, ranks=ranks, start=start, only=only)
     path = certificate.write(run)
     certificate.show(Console(width=WIDTH))
     if not certificate.passed:
@@ -250,13 +255,17 @@ def _axes(recipe: Recipe, ranks: int | None) -> ParallelSection:
     """The recipe's, two context ranks where it has none, or as many context ranks as asked for."""
     given = recipe.parallel
     if ranks is not None:
-        return given.model_copy(update={"data": 1, "context": ranks, "expert": 1})
-    if given.world == 1:
-        return given.model_copy(update={"context": 2})
+        given = given.model_copy(update={"data": 1, "context": ranks, "expert": 1})
+    elif given.world == 1:
+        given = given.model_copy(update={"context": 2})
     if given.world > MOST_RANKS:
+        asked = (
+            f"parallel.data x parallel.context = {given.data} x {given.context}"
+            if ranks is None
+            else f"--ranks {ranks}"
+        )
         raise UserError(
-            f"parallel.data x parallel.context = {given.data} x {given.context}: certify starts {MOST_RANKS} processes "
-            "at most on this machine; give it fewer with --ranks"
+            f"{asked}: certify starts {MOST_RANKS} processes at most on this machine; give it fewer with --ranks"
         )
     return given
 

@@ -10,6 +10,7 @@ from string import Template
 
 from longstrand import __version__
 from longstrand.buckets import Comparison, Gain
+from longstrand.report.certificate import certificate_html
 from longstrand.report.drawing import Plot, inline_svg
 from longstrand.report.findings import Findings
 from longstrand.report.guide import how_to_read, limits
@@ -31,6 +32,7 @@ def page_html(run: RunFolder, findings: Findings, unit: Unit, plots: Sequence[Pl
         _section("Training", _training(loss, unit)),
         _section("Memory and speed", _memory_and_speed(run, steps)),
         _section("Which implementation ran", _kernels(run)),
+        _section("Certificate", certificate_html(run.certificate)),
         _section("The data", _ledger(run)),
         _section("How to read this", _list(how_to_read(unit, findings.control is not None))),
         _section("What this does not show", _list(limits(run, findings))),

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from longstrand.errors import UserError
+from longstrand.report.certificate import check_certificate
 from longstrand.series import Series, is_count, is_number, read_series
 
+CERTIFICATE = "certificate.json"  # which is no file of a run: certify writes it into any folder
 FILES = ("run.toml", "kernels.json", "data.json", "metrics.jsonl", "evaluate.json")
 
 
@@ -31,6 +33,7 @@ class RunFolder:
     metrics: list[dict[str, Any]]
     torn: bool
     series: list[Series]
+    certificate: Any = None
 
     def setting(self, section: str, key: str) -> Any:
         """A setting of run.toml, None where it is absent."""
@@ -76,6 +79,7 @@ def read_run_folder(path: Path) -> RunFolder:
         metrics=metrics,
         torn=torn,
         series=read_series(path / "evaluate.json"),
+        certificate=check_certificate(path / CERTIFICATE, _read_json(path / CERTIFICATE)),
     )
 
 
