@@ -115,7 +115,6 @@ def train(
 
 
 @app.command()
-<<<<<<< HEAD
 def certify(
     recipe: RecipeFile,
     overrides: Overrides = None,
@@ -133,9 +132,6 @@ def certify(
 
 @app.command()
 def evaluate(  # noqa: PLR0913 (the options of a command)
-=======
-def evaluate(  # noqa: PLR0913 (the options of a command)
->>>>>>> c-gen
     target: Annotated[
         Path, typer.Argument(metavar="CHECKPOINT_OR_RUN", help="A run, a checkpoint, or a model folder.")
     ],
