@@ -1,6 +1,6 @@
 # Every target makes .venv itself on a machine with Python 3.11 or newer; a second call starts at once.
 #
-#   make demo | test | check | bench | figures [ISSUE=A|B] [ONLY=name] [DATA=folder]
+#   make demo | test | check | bench | figures [ISSUE=A|B|C] [ONLY=name] [DATA=folder]
 #   make pages        copies the measured tables into the documentation (figures does so by itself)
 #   make checkpoint   trains the demo's checkpoint again (about half an hour; a second call goes on where it stopped)
 #
@@ -24,7 +24,8 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 CONSTRAINTS := $(VENV)/constraints.txt
 
-# One core is one thread: tests, figures and resumed runs are compared at a fixed number of threads (B's figures: two).
+# One core is one thread: tests, figures and resumed runs are compared at a fixed number of threads (B's figures: two;
+# C's: one per process, on up to four processes).
 export OMP_NUM_THREADS := 1
 
 .PHONY: demo test check bench figures pages checkpoint

@@ -86,7 +86,9 @@ def test_a_bad_command_or_setting_is_one_line_and_code_2(call, genome, arguments
 
 def test_going_on_from_a_copied_run_folder_does_not_touch_the_first_one(call, genome, monkeypatch):
     went_on: list[str] = []
-    monkeypatch.setattr("longstrand.train.sft.train", lambda settings, **_: went_on.append(settings.run.out))
+    monkeypatch.setattr(
+        "longstrand.launch.starting.train", lambda settings, **_: went_on.append(settings.run.out)
+    )
     monkeypatch.setattr("longstrand.report.write_report", lambda run: run)
     recipe = example_recipe()
     for name in ("first", "copy of it"):

@@ -3,11 +3,9 @@
 import json
 import os
 import signal
-import subprocess
-import time
 
 import pytest
-from test_starting import command, descendants, ended, process_ids, steps_of, wait_until
+from test_starting import command, descendants, ended, process_ids, running, steps_of, wait_until
 
 from longstrand.errors import UserError
 from longstrand.launch import start_training
@@ -37,17 +35,13 @@ def test_two_workers_train_as_one_process_does(tmp_path):
 
 def test_a_killed_worker_ends_all_and_the_next_run_goes_on(tmp_path):
     run = tmp_path / "never_killed"
-    process = subprocess.Popen(
-        command(tmp_path, "--ray", "local", steps=4000), stderr=subprocess.PIPE, text=True
-    )
-    wait_until(lambda: len(steps_of(run)) > 4)
-    children = descendants(process.pid)
-    workers = [pid for pid in children if b"RayTrainWorker" in _command_line(pid)]
-    assert len(workers) == 2
-    os.kill(max(workers), signal.SIGKILL)
-    began = time.monotonic()
-    said = process.communicate(timeout=60)[1]
-    assert time.monotonic() - began < 60
+    with running(tmp_path, "--ray", "local") as process:
+        wait_until(lambda: len(steps_of(run)) > 4)
+        children = descendants(process.pid)
+        workers = [pid for pid in children if b"RayTrainWorker" in _command_line(pid)]
+        assert len(workers) == 2
+        os.kill(max(workers), signal.SIGKILL)
+        said = process.communicate(timeout=60)[1]
     assert process.returncode == 1
     assert "of 2 died without a word" in said
     wait_until(lambda: not children & process_ids(), seconds=20)

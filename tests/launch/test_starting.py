@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,18 @@ def ended(folder, *arguments, **options):
     return done.returncode, done.stdout + done.stderr
 
 
+@contextmanager
+def running(folder, *arguments, steps=4000):
+    """A run of many steps, which does not outlive the test."""
+    process = subprocess.Popen(command(folder, *arguments, steps=steps), stderr=subprocess.PIPE, text=True)
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            process.communicate(timeout=60)
+
+
 def steps_of(run):
     path = Path(run) / "metrics.jsonl"
     return [json.loads(line)["step"] for line in path.read_text().splitlines()] if path.exists() else []
@@ -59,7 +72,7 @@ def descendants(pid):
     return found
 
 
-def wait_until(reached, seconds=100):
+def wait_until(reached, seconds=200):
     until = time.monotonic() + seconds
     while not reached():
         assert time.monotonic() < until
@@ -116,21 +129,19 @@ def test_torchrun_generates_and_one_rank_speaks(tmp_path):
 
 def test_workers_stop_at_the_same_step_and_none_outlives_the_one_who_waits(tmp_path):
     run = tmp_path / "never_killed"
-    process = subprocess.Popen(
-        command(tmp_path, "--workers", "2", steps=4000), stderr=subprocess.PIPE, text=True
-    )
-    wait_until(lambda: len(steps_of(run)) > 2)
-    process.send_signal(signal.SIGTERM)
-    said = process.communicate(timeout=100)[1]
+    with running(tmp_path, "--workers", "2") as process:
+        wait_until(lambda: len(steps_of(run)) > 2)
+        process.send_signal(signal.SIGTERM)
+        said = process.communicate(timeout=100)[1]
     assert process.returncode == 143
     assert said.count("stopped by SIGTERM") == said.count("finishing this step") == 1
     saved = int(max(path.name for path in (run / "checkpoints").iterdir()).removeprefix("step_"))
     assert steps_of(run) == list(range(1, saved + 1))
 
-    process = subprocess.Popen(command(tmp_path, "--workers", "2", "--resume"), stderr=subprocess.DEVNULL)
-    wait_until(lambda: len(steps_of(run)) > saved + 2)
-    children = descendants(process.pid)
-    assert len(children) >= 2
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
+    with running(tmp_path, "--workers", "2", "--resume") as process:
+        wait_until(lambda: len(steps_of(run)) > saved + 2)
+        children = descendants(process.pid)
+        assert len(children) >= 2
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
     wait_until(lambda: not children & process_ids(), seconds=20)

@@ -54,8 +54,16 @@ ISSUES: dict[str, dict[str, str]] = {  # issue -> figure -> module, or module:fu
         "profile": "step:measure_profile",
         "human_x": "human_x",
     },
+    "C": {
+        "equal": "equal",
+        "skew": "skew",
+        "bytes": "exchanged",
+        "balance": "balance",
+        "scale": "scale",
+        "reshard": "reshard",
+    },
 }
-THREADS = {"A": 1, "B": 2}
+THREADS = {"A": 1, "B": 2, "C": 1}  # of each process
 FIELDS = ("name", "asked", "measured", "pass", "skipped", "detail")
 WIDTHS = (46, 22, 22, 7)  # name, asked, measured, verdict: 100 columns with their gaps
 

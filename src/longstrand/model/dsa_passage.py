@@ -245,9 +245,10 @@ class DsaPassage:
 
     @torch.no_grad()
     def _gather(self) -> None:
-        latents, keys = self._axis.gather(self._latents, "DSA latents"), self._pool_keys
+        latents = self._axis.gather(self._latents, "DSA latents")
+        keys = self._pool_keys.new_empty(len(self._blocks.rows), 0)
         if self._attention.indexer is not None:
-            keys = self._axis.gather(keys, "DSA pool keys").index_select(0, self._blocks.rows)
+            keys = self._axis.gather(self._pool_keys, "DSA pool keys").index_select(0, self._blocks.rows)
         if self._side.indexer == "warmup":  # dense attention goes along the pack
             by_pool = latents.view(self._blocks.num_pools, -1)
             latents = by_pool.index_select(0, self._blocks.rows).view(-1, latents.shape[1])

@@ -113,7 +113,7 @@ class MixtureOfExperts(nn.Module):
         Returns: the same for the tile's way back, on which the experts of this rank receive others' gradients.
         """
         if choose:
-            none = torch.empty(0, self.num_active, dtype=torch.int64)
+            none = torch.empty(0, self.num_active, dtype=torch.long)
             side.count_experts(self.layer, none, self.num_experts)
         if self.spread is None:
             return lambda: None
