@@ -12,9 +12,10 @@ from rich.table import Table
 
 from longstrand.architecture import Architecture
 from longstrand.config import Recipe
-from longstrand.data import open_data, open_evaluation
-from longstrand.errors import UserError
+from longstrand.data import open_data
 from longstrand.model.hf import read_architecture, read_json
+from longstrand.train.evaluation import evaluation_packs
+from longstrand.train.fit import require_effect, require_vocabulary
 from longstrand.train.layout import Layout, Term, layout_of
 from longstrand.trained import model_source
 from longstrand.wording import count
@@ -37,6 +38,7 @@ def check_layout(recipe: Recipe, console: Console) -> Layout:
     shape = (
         read_architecture(source) if source.is_dir() else Architecture.from_hf(read_json(source), str(source))
     )
+    require_effect(recipe, shape)
     layout = layout_of(recipe, shape)
     _show(layout, recipe, console)
     _check_data(recipe, shape, source)
@@ -54,16 +56,10 @@ def _check_data(recipe: Recipe, shape: Architecture, source: Path) -> None:
         _log.info("not checked: the data, since %s is not here", ", ".join(dict.fromkeys(missing)))
         return
     folder = source if source.is_dir() else None
-    opened = [open_data(recipe.data, seed=recipe.run.seed, model_folder=folder)]
-    if recipe.evaluate.sources:
-        length = recipe.evaluate.length or recipe.data.length
-        opened.append(open_evaluation(recipe.evaluate.sources, length, like=recipe.data, model_folder=folder))
-    for each in opened:
-        if each.max_token >= shape.vocab_size:
-            raise UserError(
-                f"data.tokenizer = {recipe.data.tokenizer}: gives token {each.max_token}, and the model's vocabulary "
-                f"has {shape.vocab_size}; use the model's own tokenizer"
-            )
+    data = open_data(recipe.data, seed=recipe.run.seed, model_folder=folder)
+    data.train_loader(recipe.train.sequences_per_step)
+    require_vocabulary(recipe, data, shape)
+    evaluation_packs(recipe, data)
 
 
 def _show(layout: Layout, recipe: Recipe, console: Console) -> None:

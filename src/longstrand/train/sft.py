@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from longstrand.architecture import DSA, Architecture
 from longstrand.atomic import write_atomic
 from longstrand.config import Recipe, TrainSection
 from longstrand.data import Data, Loader, Pack, open_data
@@ -29,6 +28,7 @@ from longstrand.peak_memory import SOURCE, PeakMemory
 from longstrand.state import checkpoint_bytes, require_space
 from longstrand.train.dry_run import check_layout
 from longstrand.train.evaluation import evaluate_once, evaluation_packs
+from longstrand.train.fit import require_effect, require_vocabulary
 from longstrand.train.levers import check_levers, clean_spool
 from longstrand.train.metrics import Metrics, open_sinks
 from longstrand.train.optimizer import Optimizer, freeze_all_but, trained_names
@@ -148,12 +148,8 @@ def prepare(recipe: Recipe) -> Prepared:
     loader = data.train_loader(recipe.train.sequences_per_step)
     model = load_model(source, dtype, seed=recipe.run.seed, init=recipe.model.init)
     require_finite(model, str(source))
-    if data.max_token >= model.architecture.vocab_size:
-        raise UserError(
-            f"data.tokenizer = {recipe.data.tokenizer}: gives token {data.max_token}, and the model's vocabulary "
-            f"has {model.architecture.vocab_size}; use the model's own tokenizer"
-        )
-    _require_effect(recipe, model.architecture)
+    require_vocabulary(recipe, data, model.architecture)
+    require_effect(recipe, model.architecture)
     names = trained_names(model.groups(), recipe.train)
     freeze_all_but(model, names)
     check_levers(recipe, model)
@@ -186,20 +182,6 @@ def _optimizer(recipe: Recipe, model: Model, names: list[str]) -> Optimizer:
     device = torch.device("cpu") if recipe.memory.optimizer == "host" else None
     threads = recipe.run.threads
     return Optimizer(model, names, recipe.train, device=device, threads=threads, mesh=model.mesh)
-
-
-def _require_effect(recipe: Recipe, shape: Architecture) -> None:
-    """Refuses what this model has no part for: a setting without effect would be a silent one."""
-    balance, indexer = recipe.train.balance, recipe.train.indexer
-    if balance != "none" and "sparse" not in shape.mlp_layer_types:
-        raise UserError(f'train.balance = "{balance}": this model has no router to balance; set it to "none"')
-    if indexer != "frozen" and DSA not in shape.layer_types:
-        raise UserError(f'train.indexer = "{indexer}": this model has no indexer; set it to "frozen"')
-    if indexer != "frozen" and recipe.data.length < shape.index_kpool:
-        raise UserError(
-            f"data.length = {recipe.data.length}: no sequence completes a pool of {shape.index_kpool} tokens, so "
-            f'train.indexer = "{indexer}" learns nothing; raise the length, or set it to "frozen"'
-        )
 
 
 def _mesh_of(recipe: Recipe) -> Mesh:
