@@ -422,3 +422,46 @@ def test_the_report_is_written_without_torch(demo: Path, tmp_path: Path):
         [sys.executable, "-c", code, str(tmp_path / "run")], timeout=120, capture_output=True
     )
     assert (ended.returncode, ended.stderr) == (0, b"")
+
+
+CERTIFICATE = {
+    "passed": False,
+    "subject": "toy.json, 1,244,772 parameters in float64",
+    "tokens": 2046,
+    "checks": [
+        {
+            "check": name,
+            "settings": "context 2",
+            "passed": passed,
+            "loss": 0.0,
+            "logprobs": None,
+            "gradient": gradient,
+            "group": "mhc",
+            "where": None if passed else "layer 2 (KDA), backward",
+            "limit": limit,
+            "seconds": 1.5,
+        }
+        for name, passed, gradient, limit in (("tiles", True, 1.3e-14, 1e-10), ("ranks", False, "nan", 0.0))
+    ],
+    "not_checked": "documents longer than 1,023 tokens",
+}
+
+
+def test_a_certificate_has_a_section_of_its_own(tmp_path, words_only):
+    folder = write_run(tmp_path / "run")
+    assert "Certificate" not in report(folder).text
+    (folder / "certificate.json").write_text(json.dumps(CERTIFICATE))
+    page = report(folder)
+    assert "1 of 2 checks failed; the first: ranks (context 2), layer 2 (KDA), backward." in page.text
+    assert "Toy.json, 1,244,772 parameters" in page.text
+    assert ["tiles", "context 2", "0", "\u2013", "1.3e-14", "mhc", "equal to 1e-10"] in page.rows
+    assert ["not finite", "mhc", "differs: layer 2 (KDA), backward"] in [row[4:] for row in page.rows]
+    assert "Not checked: documents longer than 1,023 tokens." in page.text
+
+
+@pytest.mark.parametrize("broken", ["[]", '{"passed": true}', json.dumps(CERTIFICATE | {"checks": [{}]})])
+def test_a_certificate_of_another_form_is_refused(broken, tmp_path, words_only):
+    folder = write_run(tmp_path / "run")
+    (folder / "certificate.json").write_text(broken)
+    with pytest.raises(UserError, match=r"certificate.json: not a certificate as"):
+        write_report(folder)

@@ -58,13 +58,14 @@ def state_gradients_not_scanned() -> Context:
 
 
 def row_offset() -> Context:
-    """Rows of later segments see a pool too many."""
+    """Rows of later segments see what the row after them may see."""
     own = PackLayout.tile
 
     def tile(self: PackLayout, start: int, stop: int, index: int = 0) -> Tile:
         given = own(self, start, stop, index)
         first = self.shard is None or given.at < self.shard.deal.edges[1]
-        return given if first else replace(given, num_visible=given.num_visible + 1)
+        visible = given.num_visible
+        return given if first else replace(given, num_visible=torch.cat([visible[1:], visible[-1:]]))
 
     return patch.object(PackLayout, "tile", tile)
 

@@ -24,7 +24,7 @@ from longstrand.checks.certificate import Certificate
 from longstrand.checks.certify import NAMES, certify
 from longstrand.config import Recipe
 
-TOKENS = 200
+TOKENS = 128
 SIZES = {
     "hidden_size": 16,
     "intermediate_size": 24,
@@ -82,15 +82,14 @@ FAULTS: dict[str, Fault] = {
 
 
 def certified(folder: Path, fault: Fault | None = None, only: Collection[str] = NAMES) -> Certificate:
-    """A certificate of a small recipe, context 2 x expert 2, with a fault in the product or none."""
-    recipe = small_recipe(folder)
+    """A certificate of a small recipe, context 2 x expert 2: in float32, or with a fault in the product in float64."""
     if fault is None:
-        return certify(recipe, tokens=TOKENS, start="fork", only=only)
+        return certify(small_recipe(folder), tokens=TOKENS, start="fork", only=only)
     with fault.put():
-        return certify(recipe, tokens=TOKENS, start="fork", only=only)
+        return certify(small_recipe(folder, "float64"), tokens=TOKENS, start="fork", only=only)
 
 
-def small_recipe(folder: Path) -> Recipe:
+def small_recipe(folder: Path, dtype: str = "float32") -> Recipe:
     """Four layers with experts, and packs of several documents; its files are in the folder."""
     toy = json.loads(files("longstrand").joinpath("configs/toy.json").read_text("utf-8"))
     (folder / "config.json").write_text(json.dumps(toy | SIZES))
@@ -101,7 +100,7 @@ def small_recipe(folder: Path) -> Recipe:
     )
     return Recipe.model_validate(
         {
-            "run": {"out": str(folder / "run"), "threads": 1},
+            "run": {"out": str(folder / "run"), "threads": 1, "dtype": dtype},
             "model": {"config": str(folder / "config.json")},
             "data": {
                 "length": 128,

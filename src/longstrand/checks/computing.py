@@ -49,6 +49,7 @@ def compute(job: Job, start: Start = "spawn") -> Found:
 
 def see(job: Job) -> Seen:
     """This rank's part; to be called on all of them."""
+    torch.set_num_threads(threads_of_each(job.recipe, job.axes))
     model, optimizer = open_model(job)
     packs = packs_of(job.packs)
     settings = job.recipe.train.model_copy(update={"clip": None})  # gradients as they are
@@ -72,6 +73,11 @@ def open_model(job: Job) -> tuple[Model, WatchedOptimizer]:
     segments = None if job.axes.segments == "auto" else job.axes.segments
     parallelize(model, mesh, segments=segments, receive=job.axes.receive or 4 * job.levers.tile)
     return model, WatchedOptimizer(model, names, recipe.train, mesh=mesh)
+
+
+def threads_of_each(recipe: Recipe, axes: ParallelSection) -> int:
+    """Of the recipe's CPU threads, which its ranks share here."""
+    return max(1, (recipe.run.threads or torch.get_num_threads()) // axes.world)
 
 
 def mesh_of(axes: ParallelSection) -> Mesh:

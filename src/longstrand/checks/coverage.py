@@ -21,6 +21,8 @@ def not_checked(recipe: Recipe, shape: Architecture, packs: Packs, axes: Paralle
         )
     if alone := [name for name in ("data", "context", "expert") if getattr(axes, name) == 1]:
         left.append(f"more than one rank of {' and '.join(alone)}")
+    if "host" in (recipe.memory.offload, recipe.memory.optimizer):
+        left.append("what lies in a GPU's host memory")
     if recipe.train.trainable != ["all"]:
         left.append("gradients of what the recipe freezes")
     left.append("whether the model computes what its definition says (longstrand bench parity does)")

@@ -11,7 +11,7 @@ from typing import Literal
 from torch import Tensor
 
 from longstrand.checks.comparing import Difference, Names, exceeds, largest
-from longstrand.checks.computing import Start, mesh_of
+from longstrand.checks.computing import Start, mesh_of, threads_of_each
 from longstrand.checks.sample import Packs, draw_packs, packs_of
 from longstrand.checks.watching import gathered
 from longstrand.config import ParallelSection, Recipe
@@ -77,7 +77,8 @@ def compare_states(found: State, truth: State, names: Names, limit: float) -> Di
 
 def _go(run: Run, part: Part, axes: ParallelSection) -> State:
     """On every rank."""
-    recipe = run.recipe.model_copy(update={"parallel": axes})
+    given = run.recipe.run.model_copy(update={"threads": threads_of_each(run.recipe, axes)})
+    recipe = run.recipe.model_copy(update={"parallel": axes, "run": given})
     training, folder = spread(recipe, prepare(recipe), mesh_of(axes)), Path(run.folder)
     loss = math.nan
     packs: Packs = ()
