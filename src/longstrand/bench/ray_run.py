@@ -47,6 +47,7 @@ SETTINGS = {  # of the demo's recipe, instead of its own
     "evaluate.sequences": 2,
 }
 _LONGSTRAND = ("-m", "longstrand", "train")
+_FOLDERS = ("ls-ray-", "longstrand-")
 _MARK = "LONGSTRAND_BENCH_JOB"
 
 Record = dict[str, Any]
@@ -297,7 +298,8 @@ class Job:
         alive = processes()
         ours = {each for each in alive if each in self.seen or mark in _read(each[0], "environ")}
         names = [_read(pid, "cmdline").replace(b"\0", b" ").decode(errors="replace")[:60] for pid, _ in ours]
-        return [*names, *(path.name for path in self._scratch.iterdir())]
+        own = (path.name for path in self._scratch.iterdir() if path.name.startswith(_FOLDERS))
+        return [*names, *own]
 
 
 def processes() -> Mapping[Process, int]:
