@@ -24,7 +24,7 @@ from longstrand.data import Data, Pack, open_data, open_evaluation
 from longstrand.data.pack import NO_TARGET
 from longstrand.errors import CheckFailed, UserError
 from longstrand.memory import Levers
-from longstrand.parallel import Mesh, from_all, one_process, together
+from longstrand.parallel import Mesh, all_ranks, from_all, one_process, together
 from longstrand.peak_memory import PeakMemory
 from longstrand.series import Series, append_series, series_from
 from longstrand.trained import Trained, load_trained
@@ -39,6 +39,10 @@ __all__ = [
     "evaluate_series",
     "run_evaluation",
 ]
+
+
+_NOTHING = Pack.from_documents([torch.zeros(1, dtype=torch.int64)])
+"""A token without a target, for a rank that has no document while others have."""
 
 
 class ScoresTokens(Protocol):
@@ -104,8 +108,12 @@ def run_evaluation(
     buckets: str | int = "doubling",
     tokenizer: str | None = None,
     as_json: bool = False,
+    context: int | None = None,
+    expert: int | None = None,
 ) -> Series:
     """`longstrand evaluate`: scores a model on files and prints a table, or JSON in nats.
+
+    With several processes each calls it with the same arguments, and the first one alone prints.
 
     The files are read as the run's recipe says (tokenizer, letters, families), for a Hugging Face folder with the
     defaults, and a run is scored with its own number of threads. What the readers skip, and tokens that stand for text
@@ -117,13 +125,16 @@ def run_evaluation(
         length: tokens of a sequence.
         buckets: "doubling", or the width of equal buckets.
         tokenizer: of a Hugging Face folder, as `data.tokenizer`; a run has its own.
+        context, expert: sizes of these axes on several processes; None: as the run was trained.
 
     Raises:
         UserError: the target or the data cannot be used, or they do not fit each other.
         CheckFailed: a log-probability that is not finite.
     """
-    trained = load_trained(target)
-    errors = Console(stderr=True, soft_wrap=True)
+    with together(all_ranks()):
+        trained = load_trained(target)
+    mesh = trained.mesh(context, expert)
+    errors = Console(stderr=True, soft_wrap=True, quiet=not mesh.first)
 
     def say(note: str | None) -> None:
         if note is not None:
@@ -131,14 +142,17 @@ def run_evaluation(
 
     say(f"CPU kernels: {trained.use_settings()}")
     say(trained.beyond(length))
-    held_out = _open_files(trained, data, length, tokenizer)
+    with together(mesh.world):
+        held_out = _open_files(trained, data, length, tokenizer)
     say(_shared_with_training(trained, held_out))
-    documents = held_out.documents("held_out", length=length)
+    documents = held_out.documents("held_out", length=length).dealt(mesh.data.rank, mesh.data.size)
+    trained.spread(mesh)
     progress = track(documents, "scoring", console=errors, transient=True, disable=as_json)
     edges = default_edges(length, buckets)
     with PeakMemory() as memory:
         began = time.perf_counter()
-        series = evaluate_series(trained.model, progress, edges, trained.tile, trained.name, trained.step)
+        name, step = trained.name, trained.step
+        series = evaluate_series(trained.model, progress, edges, trained.tile, name, step, mesh)
         seconds, peak = time.perf_counter() - began, memory.take()
     scored = series["tokens"] + series["masked"]
     say(
@@ -147,6 +161,8 @@ def run_evaluation(
     ledger = held_out.ledger.as_dict()
     skipped = _skipped(ledger)
     unknown = sum(source["unknown_tokens"] for source in ledger["sources"])
+    if not mesh.first:
+        return series
     if as_json:
         head = {"version": 1, "unit": "nats", "length": length}
         shown = {**head, **series, "skipped": skipped, "unknown_tokens": unknown}
@@ -185,6 +201,8 @@ def _sum_by_position(
         with together(mesh.world):
             if pack is not None:
                 own.append(_score(model, pack, edges, tile, mesh, before))
+            else:  # weights and experts are reached by all ranks at once
+                _logprobs(model, _NOTHING, tile)
     scored = _in_order(from_all(mesh.data, own))
     num_buckets = len(edges) - 1
     sums = [one.sums for one in scored] or [np.zeros((2, 0, num_buckets))]
@@ -236,13 +254,10 @@ def _score(
 
 def _target_nats(model: ScoresTokens, pack: Pack, tile: int, mesh: Mesh, documents_before: int) -> Tensor:
     """-log p of each target in float64, [T]; 0 where there is no target."""
+    # Each context rank has those of its own tokens. What is refused is so afterwards: no rank is left waiting.
+    logprobs = mesh.context.sum(_logprobs(model, pack, tile), "log-probabilities")
     if bool((pack.weight < 0).any()):
         raise UserError("evaluation: a target has a negative weight; weights must be 0 or above")
-    with torch.no_grad():
-        logprobs = model.token_logprobs(pack, levers=Levers(tile=tile)).detach().to("cpu", torch.float64)
-    logprobs = mesh.context.sum(
-        logprobs, "log-probabilities"
-    )  # each context rank has those of its own tokens
     bad = ~torch.isfinite(logprobs) & (pack.targets != NO_TARGET)
     if bool(bad.any()):
         first = int(bad.nonzero()[0])
@@ -252,6 +267,11 @@ def _target_nats(model: ScoresTokens, pack: Pack, tile: int, mesh: Mesh, documen
             f"{document} at token {int(pack.offsets[first]):,}; the weights or the precision are at fault"
         )
     return -logprobs
+
+
+def _logprobs(model: ScoresTokens, pack: Pack, tile: int) -> Tensor:
+    with torch.no_grad():
+        return model.token_logprobs(pack, levers=Levers(tile=tile)).detach().to("cpu", torch.float64)
 
 
 def _bucket_of_targets(pack: Pack, edges: Sequence[int]) -> Tensor:

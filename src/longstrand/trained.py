@@ -8,10 +8,12 @@ from pathlib import Path
 
 import torch
 
-from longstrand.config import MemorySection, ModelSection, Recipe, load_recipe
+from longstrand.config import MemorySection, ModelSection, ParallelSection, Recipe, load_recipe
 from longstrand.errors import UserError
 from longstrand.model import Model, load_model
+from longstrand.model.parallelize import parallelize
 from longstrand.ops.native import NativeState, use_native
+from longstrand.parallel import Mesh, all_ranks, make_mesh, one_process
 from longstrand.state import FOLDER, latest_checkpoint, load_checkpoint
 
 _SHIPPED = Path(__file__).parent / "configs"
@@ -46,6 +48,43 @@ class Trained:
             return None
         made_for = f"{self.name} was made for {most:,} tokens (max_position_embeddings)"
         return f"note: {made_for}, and is given {tokens:,}"
+
+    def spread(self, mesh: Mesh) -> Trained:
+        """Makes its model one rank's part of a mesh, with the segments and rounds of the run's recipe.
+
+        Every rank has loaded the whole model before. Nothing happens on one process.
+        """
+        settings = ParallelSection() if self.recipe is None else self.recipe.parallel
+        segments = None if settings.segments == "auto" else settings.segments
+        parallelize(self.model, mesh, segments=segments, receive=settings.receive or 4 * self.tile)
+        return self
+
+    def mesh(self, context: int | None, expert: int | None) -> Mesh:
+        """The mesh of the processes that torch.distributed knows; of one where it knows none.
+
+        Args:
+            context, expert: sizes of these axes; what is left of the processes is `data`. Where neither is given: as
+                the run was trained, if it had as many processes.
+
+        Raises:
+            UserError: sizes that do not fit the number of processes, or none where the run says nothing about so many.
+        """
+        world = all_ranks().size
+        like = ParallelSection() if self.recipe is None else self.recipe.parallel
+        if context is None and expert is None:
+            if world == 1:
+                return one_process()
+            if like.world == world:
+                return make_mesh(data=like.data, context=like.context, expert=like.expert)
+            raise UserError(
+                f"{world} processes: {self.name} was not trained with as many, so say what they share; --context "
+                f"{world} shares each sequence, --expert spreads the experts"
+            )
+        if world % (context or 1):
+            raise UserError(
+                f"--context {context}: must divide the number of processes, {world}; choose a divisor"
+            )
+        return make_mesh(data=world // (context or 1), context=context or 1, expert=expert or 1)
 
     def use_settings(self) -> NativeState:
         """Threads and CPU kernels for this process: those of the run, but kernels only where a compiler is."""

@@ -5,12 +5,29 @@ import os
 import signal
 
 import pytest
-from test_starting import command, descendants, ended, process_ids, running, steps_of, wait_until
+from test_starting import (
+    FAULTS,
+    command,
+    descendants,
+    ended,
+    faulty_run,
+    process_ids,
+    running,
+    steps_of,
+    wait_until,
+)
 
-from longstrand.errors import UserError
+from longstrand.config import load_recipe
+from longstrand.errors import RunFailed, UserError
 from longstrand.launch import start_training
+from longstrand.launch.ranks import RankLost
+from longstrand.launch.through_ray import _failure
 
 pytest.importorskip("ray", reason="Ray is not installed: the extra [ray]")
+os.environ.setdefault("RAY_TRAIN_V2_ENABLED", "1")
+from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
+from ray.train.v2.api.exceptions import ControllerError, WorkerGroupError
+
 TIMES = {"seconds", "tokens_per_second", "peak_memory_bytes", "remaining_seconds"}
 
 
@@ -53,11 +70,40 @@ def test_a_killed_worker_ends_all_and_the_next_run_goes_on(tmp_path):
 
 def test_an_address_where_no_cluster_is_is_refused(tmp_path):
     command(tmp_path)  # writes the recipe
-    from longstrand.config import load_recipe
-
     recipe = load_recipe(tmp_path / "recipe.toml", ["parallel.data=2"])
     with pytest.raises(UserError, match=r"--ray 127.0.0.1:1: no cluster answers there"):
         start_training(lambda: recipe, dict(os.environ), ray="127.0.0.1:1")
+
+
+def test_a_fault_of_ours_in_one_worker_is_shown_once(tmp_path, monkeypatch):
+    code, said = faulty_run(tmp_path, monkeypatch, "bug", "--ray", "local", "--workers", "2")
+    assert code == 1
+    assert said.count("rank 1 of 2 failed:") == said.count(FAULTS["bug"][1]) == 1, said
+    assert said.count("Traceback (most") == 1, said
+
+
+def test_a_ray_that_does_not_start_in_time_is_one_line_and_leaves_nothing(tmp_path, monkeypatch):
+    def late(**given):
+        raise Exception("The current node timed out during startup.\nMore about Ray's inside.")
+
+    command(tmp_path)  # writes the recipe
+    recipe = load_recipe(tmp_path / "recipe.toml", ["parallel.data=2"])
+    monkeypatch.setattr("ray.init", late)
+    (tmp_path / "scratch").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "scratch"))
+    words = r"--ray local --workers 2: Ray did not start, tried 0 s \(The current node timed out .* startup.\); look"
+    with pytest.raises(RunFailed, match=words):
+        start_training(lambda: recipe, {}, ray="local")
+    assert not [*(tmp_path / "scratch").iterdir()]
+
+
+def test_the_cause_is_told_from_its_consequences():
+    ours, lost = (0, RankLost("another rank ended"), ""), WorkerGroupError("", {0: OSError(), 1: OSError()})
+    assert str(_failure([ours], lost, 2, "local")).startswith("rank 1 of 2 died without a word")
+    assert str(_failure([ours, (1, RunFailed("no room"), "")], lost, 2, "local")) == "no room"
+    assert "rank 1 of 2 failed:\na trace" in str(_failure([ours, (1, None, "a trace")], lost, 2, "local"))
+    late = ControllerError(WorkerGroupStartupTimeoutError(2))
+    assert "Ray did not start, tried 5 times (The worker group" in str(_failure([], late, 2, "host:1"))
 
 
 def _command_line(pid):

@@ -11,12 +11,17 @@ from pathlib import Path
 
 import pytest
 
+from longstrand.bench._small_models import architecture
 from longstrand.bench.crash import write_inputs
 from longstrand.config import ParallelSection, load_recipe
-from longstrand.errors import UserError
+from longstrand.errors import RunFailed, UserError
 from longstrand.launch import start_training
 from longstrand.launch.starting import require_fit
+from longstrand.model import load_model, save_model
+from longstrand.parallel import make_mesh, processes, run_ranks
+from longstrand.train.run_folder import Started
 
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m")
 BRIEF = ["--set", "evaluate.before=false", "--set", "evaluate.sequences=2", "--set", "parallel.data=2"]
 
 
@@ -98,15 +103,31 @@ def test_under_torchrun_no_other_way_to_start_is_taken(tmp_path):
 
 
 def test_torchrun_trains_and_what_it_refuses_is_said_once(tmp_path):
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m")
-    code, said = ended(tmp_path, launcher=launcher)
+    code, said = ended(tmp_path, launcher=TORCHRUN)
     assert code == 0, said
     run = tmp_path / "never_killed"
     assert steps_of(run) == [1, 2, 3]
     assert (run / "report.html").exists()
-    code, said = ended(tmp_path, launcher=launcher)
+    code, said = ended(tmp_path, launcher=TORCHRUN)
     assert code != 0
-    assert said.count("holds a run already") == 1
+    go_on = f"torchrun --standalone --nproc-per-node 2 -m longstrand train {run}/run.toml --resume"
+    assert said.count(f"holds a run already; go on with {go_on} (or") == 1
+
+
+def test_torchrun_generates_and_one_rank_speaks(tmp_path):
+    model = save_model(load_model(architecture("KD", vocab_size=256)), tmp_path / "model")
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "longstrand"]
+    asked = ["generate", str(model), "--prompt", "GATTACA", "--max-new-tokens", "5"]
+    ranks = subprocess.run(
+        [sys.executable, *launcher, *asked, "--context", "2"], capture_output=True, text=True, timeout=200
+    )
+    assert ranks.returncode == 0, ranks.stderr
+    assert ranks.stderr.count("1 sequences, 5 new tokens") == 1
+    one = subprocess.run(
+        [sys.executable, "-m", "longstrand", *asked], capture_output=True, text=True, timeout=200
+    )
+    assert ranks.stdout.split("mean_logprob")[0] == one.stdout.split("mean_logprob")[0]
+    assert ranks.stdout.splitlines()[1] == one.stdout.splitlines()[1]
 
 
 def test_workers_stop_at_the_same_step_and_none_outlives_the_one_who_waits(tmp_path):
@@ -117,6 +138,7 @@ def test_workers_stop_at_the_same_step_and_none_outlives_the_one_who_waits(tmp_p
         said = process.communicate(timeout=100)[1]
     assert process.returncode == 143
     assert said.count("stopped by SIGTERM") == said.count("finishing this step") == 1
+    assert f"go on with longstrand train {run}/run.toml --resume --workers 2" in said
     saved = int(max(path.name for path in (run / "checkpoints").iterdir()).removeprefix("step_"))
     assert steps_of(run) == list(range(1, saved + 1))
 
@@ -127,3 +149,83 @@ def test_workers_stop_at_the_same_step_and_none_outlives_the_one_who_waits(tmp_p
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
     wait_until(lambda: not children & process_ids(), seconds=20)
+
+
+def _others_wait(axis_name):
+    from longstrand.launch.ranks import _others_needed
+
+    mesh = make_mesh(data=2, context=1, expert=1)
+    with _others_needed(mesh.world):
+        if mesh.world.rank == 1:
+            time.sleep(300)
+        getattr(mesh, axis_name).total(1.0)
+
+
+@pytest.mark.parametrize("axis_name", ["world", "data"])
+def test_a_rank_that_stands_still_ends_the_run_once_the_others_have_waited_long_enough(
+    axis_name, monkeypatch
+):
+    monkeypatch.setattr(processes, "MEETING_SECONDS", 2)
+    words = r"rank 0 of 2 on .*: another rank did not answer in time \(.*2000ms"
+    with pytest.raises(RunFailed, match=words):
+        run_ranks(2, _others_wait, axis_name, start="fork", timeout=60)
+
+
+SITE = """
+import importlib.machinery, os, sys
+
+def faulty(module):
+    plain = module.take_step
+    def take_step(*arguments, **options):
+        import torch.distributed as dist
+        from longstrand.errors import RunFailed
+        if options["step"] == 2 and dist.get_rank() == 1:
+            {fault}
+        return plain(*arguments, **options)
+    module.take_step = take_step
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name != "longstrand.train.sft":
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        execute = spec.loader.exec_module
+        spec.loader.exec_module = lambda module: (execute(module), faulty(module))
+        return spec
+
+sys.meta_path.insert(0, Finder())
+"""
+FAULTS = {
+    "bug": ("raise ValueError('a fault of ours')", "ValueError: a fault of ours"),
+    "disk": ("raise RunFailed('the disk is full')", "error: the disk is full"),
+}
+
+
+def faulty_run(folder, monkeypatch, fault, *arguments, **options):
+    """A run whose second rank fails in its second step; every process of it finds this out by itself."""
+    (folder / "site").mkdir()
+    (folder / "site/sitecustomize.py").write_text(SITE.format(fault=FAULTS[fault][0]))
+    monkeypatch.setenv("PYTHONPATH", f"{folder / 'site'}:{os.environ.get('PYTHONPATH', '')}")
+    return ended(folder, *arguments, **options)
+
+
+@pytest.mark.parametrize(("way", "fault"), [("workers", "disk"), ("torchrun", "bug"), ("torchrun", "disk")])
+def test_what_goes_wrong_on_one_rank_is_said_once_and_ends_the_run(tmp_path, monkeypatch, way, fault):
+    options = {"launcher": TORCHRUN} if way == "torchrun" else {}
+    code, said = faulty_run(
+        tmp_path, monkeypatch, fault, *(["--workers", "2"] if way == "workers" else []), **options
+    )
+    assert code == 1
+    assert said.count(FAULTS[fault][1]) == 1, said
+    of_torchrun = way == "torchrun"  # it always ends with one of its own
+    assert said.count("Traceback (most") == (fault == "bug") + of_torchrun, said
+
+
+def test_the_command_that_goes_on_names_how_the_ranks_were_started(tmp_path):
+    run = tmp_path / "my run"
+    train = f"longstrand train '{run}/run.toml' --resume"
+    assert Started().resume_command(run, 1) == train
+    assert Started().resume_command(run, 2) == f"{train} --workers 2"
+    assert Started(ray="local").resume_command(run, 2) == f"{train} --ray local --workers 2"
+    torchrun = Started(torchrun="--standalone --nproc-per-node {}").resume_command(run, 2)
+    assert torchrun == f"torchrun --standalone --nproc-per-node 2 -m {train}"

@@ -2,6 +2,7 @@
 
 import os
 import signal
+from datetime import timedelta
 
 import pytest
 import torch
@@ -37,6 +38,8 @@ def _fails(rank_that_fails, how):
     if mesh.world.rank == rank_that_fails:
         if how == "raise":
             raise UserError("this rank's own words")
+        if how == "bug":
+            raise ValueError("a fault of ours")
         if how == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         os._exit(7)
@@ -47,6 +50,7 @@ def _fails(rank_that_fails, how):
     ("how", "error", "words"),
     [
         ("raise", UserError, "this rank's own words"),
+        ("bug", RunFailed, r"rank 1 of 2 failed:\n(?s:.*)\nValueError: a fault of ours"),
         ("kill", RunFailed, "rank 1 of 2 was killed by SIGKILL"),
         ("exit", RunFailed, "rank 1 of 2 ended with code 7"),
     ],
@@ -59,3 +63,14 @@ def test_one_rank_that_fails_ends_all(how, error, words):
 def test_axes_that_do_not_fit_the_processes_are_refused():
     with pytest.raises(UserError, match=r"parallel.data x parallel.context = 2 x 3: must be the number"):
         make_mesh(data=2, context=3, expert=1)
+
+
+def _patience():
+    mesh = make_mesh(data=2, context=2, expert=2)
+    axes = [mesh.world, mesh.data, mesh.context, mesh.expert, mesh.expert_replicas]
+    groups = [axis.group for axis in axes] + [mesh.view("expert", "cpu").get_group("expert")]
+    return {group._get_backend(torch.device("cpu")).options._timeout for group in groups}
+
+
+def test_every_exchange_waits_as_long_as_the_documents_say():
+    assert run_ranks(4, _patience, start="fork", timeout=100) == [{timedelta(hours=1)}] * 4

@@ -11,7 +11,7 @@ from tiny_runs import checkpoints, recipe_in, signal_at_step
 from longstrand.bench.crash import differences
 from longstrand.config import load_recipe
 from longstrand.errors import RunFailed, UserError
-from longstrand.train.sft import train
+from longstrand.train.sft import check, train
 from longstrand.train.signals import Stopped
 
 DISK = ("memory.tile=40", "memory.offload=disk", "memory.keep_every=2")
@@ -112,7 +112,7 @@ def test_a_lever_that_cannot_help_is_refused_before_anything_is_written(
 ):
     recipe = load_recipe(plain / "run.toml", [f"run.out={tmp_path / 'run'}", *overrides])
     with pytest.raises(UserError) as raised:
-        train(recipe, dry_run=dry_run)
+        (check if dry_run else train)(recipe)
     assert words in str(raised.value)
     assert not (tmp_path / "run" / "run.toml").exists()
 
@@ -136,7 +136,7 @@ def test_a_spool_that_the_disk_has_no_room_for_is_refused_in_a_dry_run(plain, tm
     with pytest.raises(
         RunFailed, match=r"memory.spool = .*/run/spool: a pass needs [0-9,]+ bytes there, and"
     ):
-        train(with_disk(plain, tmp_path), dry_run=True)
+        check(with_disk(plain, tmp_path))
 
 
 def test_a_resumed_run_keeps_its_levers_as_it_keeps_its_tile(plain):

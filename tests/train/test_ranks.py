@@ -1,7 +1,10 @@
 """A run on several ranks is the run on one: same losses, same weights, same files, and an end for all at once."""
 
+import errno
 import json
+import os
 import signal
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +14,7 @@ from tiny_training import documents, optimizer_of, packs, settings, tiny_model, 
 from longstrand.data import Pack
 from longstrand.errors import CheckFailed, RunFailed, UserError
 from longstrand.memory import Levers
+from longstrand.memory.spool import Spool, remove_stale_spools
 from longstrand.parallel import local_part, make_mesh, one_process, run_ranks
 from longstrand.state import load_checkpoint
 from longstrand.train import sft
@@ -145,6 +149,44 @@ def test_what_the_first_rank_refuses_all_refuse(tmp_path):
         run_ranks(2, _train, recipe, start="fork", timeout=100)
     with pytest.raises(UserError, match=r"2 x 1: must be the number of processes, 1"):
         train(recipe)
+
+
+def _train_with_a_full_disk(recipe):
+    if torch.distributed.get_rank() == 0:
+        return train(recipe)
+    allocate, written = os.posix_fallocate, Path(recipe.run.out) / "checkpoints" / "step_000001"
+
+    def full(*arguments):
+        if written.exists():
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return allocate(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", full)
+        return train(recipe)
+
+
+def test_a_disk_that_is_full_for_one_rank_ends_all_with_its_message(tmp_path):
+    disk = ("memory.tile=40", "memory.offload=disk", "evaluate.before=false", "parallel.data=2")
+    with pytest.raises(RunFailed, match=r"cannot be allocated \(No space left on device\).* --resume"):
+        run_ranks(2, _train_with_a_full_disk, _recipe(tmp_path, *disk, out="two"), start="fork", timeout=200)
+    assert checkpoints(tmp_path / "two") == ["step_000001"]
+
+
+def _two_spools(folder):
+    axis = make_mesh(data=2, context=1, expert=1).world
+    spool = Spool(folder, 4096, torch.device("cpu"))  # each looks for stale ones first
+    axis.total(0.0)
+    freed = remove_stale_spools(folder)
+    axis.total(0.0)
+    there = spool.path.exists()
+    spool.close()
+    return freed, there
+
+
+def test_a_rank_never_removes_the_spool_of_another(tmp_path):
+    assert run_ranks(2, _two_spools, tmp_path, start="fork", timeout=100) == [(0, True)] * 2
+    assert not [*tmp_path.iterdir()]
 
 
 def test_a_killed_rank_ends_the_run_and_the_next_one_goes_on_from_the_last_checkpoint(tmp_path):

@@ -76,7 +76,7 @@ def mean_of_means() -> Context:
     def own_weight(model: Model, packs: list[Pack]) -> float:
         mesh, total = model.mesh, 0.0
         for pack in packs[mesh.data.rank :: mesh.data.size]:
-            shard = model._shard(pack)
+            shard = model._shard(pack.starts)
             spans = [(0, len(pack))] if shard is None else shard.deal.owned_by(mesh.context.rank)
             total += sum(float(pack.weight[start:stop].double().sum()) for start, stop in spans)
         return total * mesh.world.size
@@ -127,7 +127,7 @@ def labels_after_sharding() -> Context:
     own = Model._scan
 
     def scan(self: Model, pack: Pack, levers: Any, side: SideLosses, end: ScanEnd | None) -> Tensor:
-        shard = self._shard(pack)
+        shard = self._shard(pack.starts)
         if shard is not None and end is not None:
             spans, targets = shard.deal.owned_by(shard.axis.rank), pack.targets.clone()
             for (_, stop), (start, _) in pairwise(spans):

@@ -250,7 +250,7 @@ def _rows_record(short: Counts, long: Counts, of: tuple[Architecture, int]) -> d
     wrong = sorted(what for (_, what), each in long.items() if each.row in hidden_rows(shape))
     unknown = sorted(what for _, what in long if what not in WHAT)
     growing = sorted({what for key, each in long.items() for what in key[1:] if each.held > short[key].held})
-    few = ("DSA latents", "DSA pool keys", "DSA latent gradients", "DSA pool key gradients")
+    few = sorted(["DSA latents", "DSA pool keys", "DSA latent gradients", "DSA pool key gradients"])
     return {
         "name": f"what ranks exchange, {ranks} ranks",
         "asked": {"rows that are hidden states or queries": "none", "grows with the length": ", ".join(few)},

@@ -61,6 +61,7 @@ ISSUES: dict[str, dict[str, str]] = {  # issue -> figure -> module, or module:fu
         "balance": "balance",
         "scale": "scale",
         "reshard": "reshard",
+        "ray": "ray_run",
     },
 }
 THREADS = {"A": 1, "B": 2, "C": 1}  # of each process

@@ -38,6 +38,18 @@ RecipeFile = Annotated[
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run.")]
 
 
+ContextRanks = Annotated[
+    int | None,
+    typer.Option(
+        "--context", min=1, help="Under torchrun: ranks that share each sequence; by default as in training."
+    ),
+]
+ExpertRanks = Annotated[
+    int | None,
+    typer.Option("--expert", min=1, help="Under torchrun: ranks that share the routed experts."),
+]
+
+
 @app.callback(invoke_without_command=True)
 def start(
     context: typer.Context,
@@ -119,7 +131,7 @@ def certify(
 
 
 @app.command()
-def evaluate(
+def evaluate(  # noqa: PLR0913 (the options of a command)
     target: Annotated[
         Path, typer.Argument(metavar="CHECKPOINT_OR_RUN", help="A run, a checkpoint, or a model folder.")
     ],
@@ -133,14 +145,27 @@ def evaluate(
         str | None, typer.Option(help="Of a model folder of text: a tokenizer.json or its folder.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    context: ContextRanks = None,
+    expert: ExpertRanks = None,
 ) -> None:
     """Score a model on held-out data by position."""
     tokens = _tokens("--length", length)
     width = buckets if buckets == "doubling" else _tokens("--buckets", buckets)
     from longstrand.evaluate import run_evaluation
+    from longstrand.launch import joined_ranks
 
     files = [*data, *(more_data or [])]
-    run_evaluation(target, files, tokens, buckets=width, tokenizer=tokenizer, as_json=as_json)
+    with joined_ranks(os.environ):
+        run_evaluation(
+            target,
+            files,
+            tokens,
+            buckets=width,
+            tokenizer=tokenizer,
+            as_json=as_json,
+            context=context,
+            expert=expert,
+        )
 
 
 @app.command()
@@ -180,12 +205,15 @@ def generate(  # noqa: PLR0913 (the options of a command)
     with_prompt: Annotated[
         bool, typer.Option("--with-prompt", help="FASTA: the prompt stands first.")
     ] = False,
+    context: ContextRanks = None,
+    expert: ExpertRanks = None,
 ) -> None:
     """Continue prompts with a model: FASTA out (JSONL for a model of text)."""
     tokens = _tokens("--max-new-tokens", max_new_tokens, least=1)
     from longstrand.generate import Sampling
     from longstrand.generate.command import Request, run_generation
     from longstrand.generate.rollout import BATCH
+    from longstrand.launch import joined_ranks
     from longstrand.train.signals import Stopped
 
     sampling = Sampling(temperature, top_k, top_p, seed)
@@ -202,12 +230,16 @@ def generate(  # noqa: PLR0913 (the options of a command)
         tile=tile,
         out=out,
         with_prompt=with_prompt,
+        context=context,
+        expert=expert,
     )
-    try:
-        text = run_generation(target, request)
-    except KeyboardInterrupt:
-        raise Stopped(signal.SIGINT, "nothing was written") from None
-    typer.echo(out if out is not None else text, nl=out is not None)
+    with joined_ranks(os.environ) as world:
+        try:
+            text = run_generation(target, request)
+        except KeyboardInterrupt:
+            raise Stopped(signal.SIGINT, "nothing was written") from None
+        if world.rank == 0:
+            typer.echo(out if out is not None else text, nl=out is not None)
 
 
 @app.command()

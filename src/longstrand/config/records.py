@@ -40,7 +40,7 @@ class ModelSection(Record):
     )
     config: Place | None = Field(
         None,
-        description='config.json, or a shipped one: "toy" (1.2M), "wide" (232M)',
+        description='config.json, or a shipped one: "toy" (1.2M), "wide" (232M), "glm-5.3-flash" (313B)',
         examples=["toy"],
     )
     init: Literal["fan_in", "class"] = Field(

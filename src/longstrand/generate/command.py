@@ -18,8 +18,10 @@ from longstrand.data.letters import LetterPolicy
 from longstrand.data.tokens import TextTokenizer, letter_ids
 from longstrand.errors import UserError
 from longstrand.generate.prompts import LetterCodec, Prompt, TextCodec, read_prompts
-from longstrand.generate.rollout import BATCH, Generated, generate
+from longstrand.generate.rollout import BATCH, generate
 from longstrand.generate.sampling import Sampling
+from longstrand.generate.turns import Generated
+from longstrand.parallel import all_ranks, by_first, together
 from longstrand.trained import Trained, load_trained
 from longstrand.wording import count, number, percent
 
@@ -31,6 +33,7 @@ class Request:
     """What `longstrand generate` was asked for; see its options.
 
     Attributes:
+        context, expert: sizes of these axes on several processes; None: as the run was trained.
         letters: what may be drawn where a token is a letter; None: ACGT.
         tokenizer: of a model folder; None: letters.
         tile: None: the run's, or that of `Levers`.
@@ -47,12 +50,15 @@ class Request:
     tile: int | None = None
     out: Path | None = None
     with_prompt: bool = False
+    context: int | None = None
+    expert: int | None = None
 
 
 def run_generation(target: Path, request: Request) -> str:
     """Generates, writes `request.out` (a whole file or none) or returns the text, and says on stderr what it did.
 
-    FASTA where a token is a letter, JSONL where it is text.
+    FASTA where a token is a letter, JSONL where it is text. With several processes each calls it with the same
+    arguments, and the first one alone writes and speaks.
 
     Args:
         target: a run, one of its checkpoints, or a Hugging Face folder.
@@ -61,15 +67,19 @@ def run_generation(target: Path, request: Request) -> str:
         UserError: the target, a prompt or a setting cannot be used, or `out` exists.
         CheckFailed: a log-probability that is not finite.
     """
-    _check_out(request.out)
-    trained = load_trained(target)
-    kernels = trained.use_settings()
-    codec = _codec(trained, request)
-    prompts = read_prompts(request.files, request.texts, codec)
-    _check_tokens(trained, prompts)
-    longest = max(len(prompt.tokens) for prompt in prompts) + request.max_new_tokens
-    sampling = _sampling(trained, request, codec)
-    with _watching(len(prompts) * request.num_samples * request.max_new_tokens) as work:
+    world = all_ranks()
+    by_first(world, lambda: _check_out(request.out))
+    with together(world):
+        trained = load_trained(target)
+        kernels = trained.use_settings()
+        codec = _codec(trained, request)
+        prompts = read_prompts(request.files, request.texts, codec)
+        _check_tokens(trained, prompts)
+        longest = max(len(prompt.tokens) for prompt in prompts) + request.max_new_tokens
+        sampling = _sampling(trained, request, codec)
+    mesh = trained.mesh(request.context, request.expert)
+    trained.spread(mesh)
+    with _watching(len(prompts) * request.num_samples * request.max_new_tokens, mesh.first) as work:
         found = generate(
             trained.model,
             [prompt.tokens for prompt in prompts],
@@ -81,11 +91,16 @@ def run_generation(target: Path, request: Request) -> str:
             watch=work.add,
         )
     text = "".join(_written(prompts, found, request, codec))
-    if request.out is not None:
-        _check_out(request.out)
-        write_atomic(request.out, text)
-    _say(work, found, request, codec, [f"CPU kernels: {kernels}", trained.beyond(longest)])
+    by_first(mesh.world, lambda: _write(request.out, text))
+    if mesh.first:
+        _say(work, found, request, codec, [f"CPU kernels: {kernels}", trained.beyond(longest)])
     return text
+
+
+def _write(out: Path | None, text: str) -> None:
+    if out is not None:
+        _check_out(out)
+        write_atomic(out, text)
 
 
 def _codec(trained: Trained, request: Request) -> LetterCodec | TextCodec:
@@ -187,7 +202,7 @@ class _Work:
 
 
 @contextmanager
-def _watching(total: int) -> Iterator[_Work]:
+def _watching(total: int, shown: bool) -> Iterator[_Work]:
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -195,7 +210,9 @@ def _watching(total: int) -> Iterator[_Work]:
         TimeRemainingColumn(),
     )
     console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    with Progress(
+        *columns, console=console, transient=True, disable=not (shown and console.is_terminal)
+    ) as progress:
         yield _Work(progress, total)
 
 

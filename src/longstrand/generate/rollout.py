@@ -5,43 +5,23 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
-from typing import NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor
 
 from longstrand.errors import CheckFailed, UserError
 from longstrand.generate.sampling import Sampling, generator_for
+from longstrand.generate.turns import Generated, Place, Turns
 from longstrand.memory import Levers
 from longstrand.model import Model
-from longstrand.model.decode import Decoding, Prefix, prefill
+from longstrand.model.decode import Decoding, Prefix
 
 BATCH = 32
 """Sequences that grow together unless told otherwise."""
 
 Watch = Callable[[str, int], None]
 """Told what was done: ("prompt" or "new", tokens)."""
-
-
-@dataclass(frozen=True)
-class Generated:
-    """One sequence.
-
-    Attributes:
-        tokens: what was generated, the stop token included where one ended it.
-        logprobs: the model's own natural log-probability of each: of all tokens, before temperature, top_k, top_p and
-            allowed. They are what `Model.token_logprobs` gives for the same sequence, and what a ratio of
-            probabilities needs.
-        excluded: the probability that the model gave to tokens that were not allowed, as a mean over tokens.
-        stopped: whether a stop token ended it.
-    """
-
-    tokens: Int[Tensor, "T"]
-    logprobs: Float[Tensor, "T"]
-    excluded: float
-    stopped: bool
 
 
 def generate(
@@ -73,35 +53,32 @@ def generate(
     """
     counts = {"max_new_tokens": max_new_tokens, "num_samples": num_samples, "batch": batch, "tile": tile}
     _check(model, prompts, sampling, counts)
-    places = [_Place(p, s) for p in range(len(prompts)) for s in range(num_samples)]
-    longest_first = iter(sorted(places, key=lambda place: -len(prompts[place.prompt])))
-    found: dict[_Place, _Growing] = {}
+    turns = Turns(model)
+    found: dict[Place, Generated] = {}
     prefixes: dict[int, Prefix] = {}
-    while together := list(islice(longest_first, batch)):
-        for place in together:
-            if place.prompt not in prefixes:
-                prefixes[place.prompt] = prefill(model, prompts[place.prompt], tile)
+    with model.gathered():
+        for together in turns.batches([len(prompt) for prompt in prompts], num_samples, batch):
+            missing = {p: prompts[p] for p, _ in together if p not in prefixes}
+            for tokens, prefix in turns.prefill(missing, tile):
+                prefixes |= prefix
                 if watch is not None:
-                    watch("prompt", len(prompts[place.prompt]))
-        growing = [_Growing(place, generator_for(sampling.seed, *place)) for place in together]
-        decoding = Decoding(model, [prefixes[p] for p, _ in together], room=min(max_new_tokens, 4096))
-        last = together[-1]  # goes on in the next batch if samples of it are left
-        prefixes = {last.prompt: prefixes[last.prompt]} if last.sample < num_samples - 1 else {}
-        _grow(decoding, growing, max_new_tokens, sampling, watch)
-        found |= {each.place: each for each in growing}
-    return [found[place].done(sampling) for place in places]
-
-
-class _Place(NamedTuple):
-    prompt: int
-    sample: int
+                    watch("prompt", tokens)
+            growing = [_Growing(place, generator_for(sampling.seed, *place)) for place in together]
+            decoding, room = None, min(max_new_tokens, 4096)
+            if together:
+                decoding = Decoding(model, [prefixes[p] for p, _ in together], room)
+                last = together[-1]  # goes on in the next batch if samples of it are left
+                prefixes = {last.prompt: prefixes[last.prompt]} if last.sample < num_samples - 1 else {}
+            _grow(turns, decoding, growing, max_new_tokens, sampling, watch)
+            found |= {each.place: each.done(sampling) for each in growing}
+    return turns.merge(found, [Place(p, s) for p in range(len(prompts)) for s in range(num_samples)])
 
 
 @dataclass
 class _Growing:
     """One sequence on its way: 16 bytes per token."""
 
-    place: _Place
+    place: Place
     generator: torch.Generator
     tokens: array[int] = field(default_factory=lambda: array("q"))
     logprobs: array[float] = field(default_factory=lambda: array("d"))
@@ -124,34 +101,48 @@ class _Growing:
 
 @torch.no_grad()
 def _grow(
-    decoding: Decoding,
+    turns: Turns,
+    decoding: Decoding | None,
     growing: Sequence[_Growing],
     max_new_tokens: int,
     sampling: Sampling,
     watch: Watch | None,
 ) -> None:
-    """Draws tokens until every sequence has stopped or is long enough."""
+    """Draws tokens until every sequence, of every rank, has stopped or is long enough."""
     for step in range(max_new_tokens):
-        logprobs = decoding.logprobs()
-        _check_finite(logprobs, growing, step)
-        uniform = torch.stack([each.uniform() for each in growing]).to(logprobs.device)
-        tokens = sampling.draw(logprobs, uniform)
-        drawn = logprobs.gather(-1, tokens[:, None])[:, 0].tolist()
-        excluded = _excluded(logprobs, sampling)
-        for each, token, logprob, share in zip(growing, tokens.tolist(), drawn, excluded, strict=True):
-            each.tokens.append(token)
-            each.logprobs.append(logprob)
-            each.excluded += share
-        if watch is not None:
-            watch("new", len(growing))
+        tokens, error, drawn = None, None, len(growing)
+        if decoding is not None:
+            logprobs = decoding.logprobs()
+            error = _not_finite(logprobs, growing, step)
+            tokens = _draw(turns, logprobs, growing, sampling)
         going = [row for row, each in enumerate(growing) if not each.stopped(sampling)]
-        if not going or step == max_new_tokens - 1:
+        drawn, more = turns.agree(drawn, len(going), error)
+        if watch is not None:
+            watch("new", drawn)
+        if not more or step == max_new_tokens - 1:
             return
+        if decoding is None or tokens is None or not going:
+            decoding, growing = None, []
+            turns.idle()
+            continue
         if len(going) < len(growing):
             rows = torch.tensor(going, device=tokens.device)
             decoding.keep(rows)
             tokens, growing = tokens[rows], [growing[row] for row in going]
         decoding.append(tokens)
+
+
+def _draw(turns: Turns, logprobs: Tensor, growing: Sequence[_Growing], sampling: Sampling) -> Tensor:
+    """One more token of each sequence, with what is kept of it."""
+    uniform = torch.stack([each.uniform() for each in growing]).to(logprobs.device)
+    tokens = turns.drawn(sampling.draw(logprobs, uniform))
+    drawn = logprobs.gather(-1, tokens[:, None])[:, 0].tolist()
+    excluded = _excluded(logprobs, sampling)
+    for each, token, logprob, share in zip(growing, tokens.tolist(), drawn, excluded, strict=True):
+        each.tokens.append(token)
+        each.logprobs.append(logprob)
+        each.excluded += share
+    return tokens
 
 
 def _excluded(logprobs: Tensor, sampling: Sampling) -> list[float]:
@@ -162,14 +153,15 @@ def _excluded(logprobs: Tensor, sampling: Sampling) -> list[float]:
     return (-torch.expm1(logprobs[:, ids].logsumexp(-1))).clamp(min=0).tolist()
 
 
-def _check_finite(logprobs: Tensor, growing: Sequence[_Growing], step: int) -> None:
+def _not_finite(logprobs: Tensor, growing: Sequence[_Growing], step: int) -> CheckFailed | None:
     bad = torch.isnan(logprobs).any(dim=-1)
-    if bool(bad.any()):
-        place = growing[int(bad.nonzero()[0])].place
-        raise CheckFailed(
-            f"generation: the log-probabilities of prompt {place.prompt}, sample {place.sample} are not finite at new "
-            f"token {step}; the weights or the precision are at fault"
-        )
+    if not bool(bad.any()):
+        return None
+    place = growing[int(bad.nonzero()[0])].place
+    return CheckFailed(
+        f"generation: the log-probabilities of prompt {place.prompt}, sample {place.sample} are not finite at new "
+        f"token {step}; the weights or the precision are at fault"
+    )
 
 
 def _check(

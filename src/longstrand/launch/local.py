@@ -20,7 +20,7 @@ from longstrand.config import Recipe
 from longstrand.errors import RunFailed
 from longstrand.launch.ranks import train_as_rank
 from longstrand.parallel import Axis, run_ranks
-from longstrand.train.run_folder import resume_command
+from longstrand.train.run_folder import Started
 from longstrand.train.signals import SIGNALS, Stopped
 
 
@@ -42,7 +42,7 @@ def train_on_this_machine(recipe: Recipe, workers: int, *, resume: bool) -> Path
     except (RunFailed, KeyboardInterrupt) as error:
         if came.number is None and isinstance(error, RunFailed):
             raise
-        how = resume_command(Path(recipe.run.out).expanduser().absolute())
+        how = Started().resume_command(Path(recipe.run.out).expanduser().absolute(), workers)
         raise Stopped(came.number or signal.SIGINT, f"the ranks were ended; go on with {how}") from error
     finally:
         torch.set_num_threads(threads)

@@ -2,27 +2,61 @@
 
 from __future__ import annotations
 
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
 from longstrand.config import Recipe
+from longstrand.errors import RunFailed
 from longstrand.parallel import Axis, make_mesh, together
+from longstrand.train.run_folder import Started
 from longstrand.train.sft import train
 
+_GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
+_SILENT = ("Timed out waiting", "Socket Timeout", "Wait timeout")
 
-def train_as_rank(recipe: Recipe, world: Axis, *, resume: bool) -> Path:
+
+class RankLost(RunFailed):
+    """Another rank is gone or does not answer: what is wrong with it is not known here."""
+
+
+def train_as_rank(recipe: Recipe, world: Axis, *, resume: bool, started: Started = Started()) -> Path:
     """Trains as one of the ranks that torch.distributed knows; returns the run's folder.
 
     Raises:
         LongstrandError: what ends the run, on every rank.
+        RankLost: another rank has ended without that, or stands still.
     """
     sizes = recipe.parallel
-    with together(world):
-        mesh = make_mesh(data=sizes.data, context=sizes.context, expert=sizes.expert)
-    return train(recipe, resume=resume, mesh=mesh)
+    with _others_needed(world):
+        with together(world):
+            mesh = make_mesh(data=sizes.data, context=sizes.context, expert=sizes.expert)
+        return train(recipe, resume=resume, mesh=mesh, started=started)
 
 
 def backend() -> str:
     """Gloo for tensors in host memory, NCCL for those on a GPU."""
     return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+
+
+@contextmanager
+def _others_needed(world: Axis) -> Iterator[None]:
+    """One line, not a traceback, where an exchange fails for want of another rank: it is not where the fault is."""
+    try:
+        yield
+    except RuntimeError as error:
+        here = f"rank {world.rank} of {world.size} on {socket.gethostname()}"
+        if any(words in str(error) for words in _GONE):
+            raise RankLost(
+                f"{here}: another rank ended in the middle of an exchange; look for what that one said, and go on with "
+                "--resume"
+            ) from error
+        if any(words in str(error) for words in _SILENT):
+            raise RankLost(
+                f"{here}: another rank did not answer in time ({str(error).splitlines()[0]}); look for the one that "
+                "stands still, in the logs of the run, and go on with --resume"
+            ) from error
+        raise

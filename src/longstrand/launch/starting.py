@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -11,13 +11,14 @@ import torch
 import torch.distributed as dist
 
 from longstrand.config import ParallelSection, Recipe
-from longstrand.errors import UserError
+from longstrand.errors import LongstrandError, UserError
 from longstrand.launch.local import train_on_this_machine
 from longstrand.launch.ranks import backend, train_as_rank
 from longstrand.launch.through_ray import train_through_ray
-from longstrand.parallel import Axis, by_first
+from longstrand.parallel import Axis, all_ranks, by_first, said_once
 from longstrand.parallel.processes import MEETING_SECONDS
-from longstrand.train.sft import train
+from longstrand.train.run_folder import Started
+from longstrand.train.sft import check, train
 
 
 def start_training(
@@ -41,26 +42,37 @@ def start_training(
         UserError: the recipe does not fit the number of processes, or two ways to start are asked for at once; and
             what `train` raises.
     """
-    if "TORCHELASTIC_RUN_ID" in environment or {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= environment.keys():
+    if _under_torchrun(environment):
         if workers is not None or ray is not None:
             option = "--ray" if ray is not None else "--workers"
             raise UserError(
                 f"{option}: torchrun has started the processes already; remove it, or start without torchrun"
             )
         with _joined(environment) as world:
-            return _train_under_torchrun(world, load, resume=resume, dry_run=dry_run)
+            return _train_under_torchrun(world, load, _torchrun(environment), resume=resume, dry_run=dry_run)
     recipe = load()
     if workers is None:
         workers = recipe.parallel.world if ray is not None else None
     if workers is not None or not dry_run:
         require_fit(recipe.parallel, workers or 1)
     if dry_run:
-        return train(recipe, resume=resume, dry_run=True)
+        check(recipe, resume=resume)
+        return Path(recipe.run.out)
     if ray is not None:
         return train_through_ray(recipe, workers or 1, ray, environment, resume=resume)
     if workers is not None and workers > 1:
         return train_on_this_machine(recipe, workers, resume=resume)
     return train(recipe, resume=resume)
+
+
+@contextmanager
+def joined_ranks(environment: MutableMapping[str, str]) -> Iterator[Axis]:
+    """The ranks that torchrun started, else this process alone; what ends all of them, the first one says."""
+    if not _under_torchrun(environment):
+        yield all_ranks()
+        return
+    with _joined(environment) as world, said_once(world, LongstrandError):
+        yield world
 
 
 def require_fit(parallel: ParallelSection, num_processes: int) -> None:
@@ -83,16 +95,26 @@ def require_fit(parallel: ParallelSection, num_processes: int) -> None:
     )
 
 
+def _under_torchrun(environment: MutableMapping[str, str]) -> bool:
+    return "TORCHELASTIC_RUN_ID" in environment or {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= environment.keys()
+
+
 def _train_under_torchrun(
-    world: Axis, load: Callable[[], Recipe], *, resume: bool, dry_run: bool
+    world: Axis, load: Callable[[], Recipe], started: Started, *, resume: bool, dry_run: bool
 ) -> Path | None:
     recipe = by_first(world, load)
     by_first(world, lambda: require_fit(recipe.parallel, world.size))
+    run = Path(recipe.run.out)
     if dry_run:
-        run = by_first(world, lambda: train(recipe, resume=resume, dry_run=True))
+        by_first(world, lambda: check(recipe, resume=resume))
     else:
-        run = train_as_rank(recipe, world, resume=resume)
+        run = train_as_rank(recipe, world, resume=resume, started=started)
     return run if world.rank == 0 else None
+
+
+def _torchrun(environment: Mapping[str, str]) -> Started:
+    one_machine = environment.get("LOCAL_WORLD_SIZE") == environment.get("WORLD_SIZE")
+    return Started(torchrun="--standalone --nproc-per-node {}" if one_machine else "<as before>")
 
 
 @contextmanager

@@ -11,6 +11,7 @@ import socket
 import sys
 import tempfile
 import threading
+import time
 import traceback
 from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager, redirect_stderr
@@ -22,11 +23,14 @@ import torch.distributed as dist
 
 from longstrand.config import Recipe
 from longstrand.errors import LongstrandError, RunFailed, UserError
-from longstrand.launch.ranks import train_as_rank
+from longstrand.launch.ranks import RankLost, train_as_rank
 from longstrand.parallel import Axis
 from longstrand.parallel.processes import MEETING_SECONDS
-from longstrand.train.run_folder import resume_command
+from longstrand.train.run_folder import Started
 from longstrand.train.signals import Stopped
+
+STARTS = 5
+"""How often workers are started before that is an error; each time Ray waits a minute for them."""
 
 _OBJECT_STORE_BYTES = 100 * 2**20  # only a recipe and lines of text pass through it
 _POLL_SECONDS = 0.3
@@ -62,19 +66,26 @@ def train_through_ray(
         raise UserError(
             f'--ray {address}: Ray is not installed; pip install "longstrand[ray]", or start with --workers or torchrun'
         ) from error
-    go_on = resume_command(Path(recipe.run.out).expanduser().absolute())
+    started = Started(ray=address)
+    go_on = started.resume_command(Path(recipe.run.out).expanduser().absolute(), workers)
     # Twice, since Ray takes SIGTERM for itself when it starts.
     with _ended_by_signals(go_on), _session(address, workers) as folder, _ended_by_signals(go_on):
         desk: Any = ray.remote(num_cpus=0)(_Desk)
         desk = desk.remote()
-        config = {"recipe": recipe, "resume": resume, "folder": str(Path.cwd()), "desk": desk}
+        config = {
+            "recipe": recipe,
+            "resume": resume,
+            "started": started,
+            "folder": str(Path.cwd()),
+            "desk": desk,
+        }
         with _shown(desk):
             try:
                 _trainer(
                     config, workers, folder or Path(recipe.run.out).expanduser().absolute() / ".ray"
                 ).fit()
             except TrainingFailedError as error:
-                raise _failure(ray.get(desk.failures_so_far.remote()), error, workers) from None
+                raise _failure(ray.get(desk.failures_so_far.remote()), error, workers, address) from None
             except SystemExit:  # how Ray Train leaves after SIGINT
                 raise Stopped(signal.SIGINT, f"the workers were ended; go on with {go_on}") from None
         run: Path = ray.get(desk.outcome.remote())
@@ -149,7 +160,7 @@ def _train_worker(config: dict[str, Any]) -> None:
     shown = _ToDesk(desk) if world.rank == 0 else sys.stderr
     with _Telling(desk, world.rank), redirect_stderr(shown):
         _enter(config["folder"], world.rank)
-        run = train_as_rank(config["recipe"], world, resume=config["resume"])
+        run = train_as_rank(config["recipe"], world, resume=config["resume"], started=config["started"])
         if world.rank == 0:
             ray.get(desk.finish.remote(run))
 
@@ -170,6 +181,7 @@ def _trainer(config: dict[str, Any], workers: int, folder: Path) -> Any:
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
 
+    limits: dict[str, Any] = {"max_failures": 0, "controller_failure_limit": STARTS - 1}
     on_gpus = ray.cluster_resources().get("GPU", 0) >= workers
     return TorchTrainer(
         _train_worker,
@@ -179,7 +191,9 @@ def _trainer(config: dict[str, Any], workers: int, folder: Path) -> Any:
             backend="cpu:gloo,cuda:nccl" if on_gpus else "gloo", timeout_s=MEETING_SECONDS
         ),
         run_config=RunConfig(
-            name="longstrand", storage_path=str(folder), failure_config=FailureConfig(max_failures=0)
+            name="longstrand",
+            storage_path=str(folder),
+            failure_config=FailureConfig(**limits),
         ),
     )
 
@@ -189,29 +203,31 @@ def _session(address: str, workers: int) -> Iterator[Path | None]:
     """Joins a cluster, or starts a Ray whose processes and folder end with it; yields that folder."""
     import ray
 
-    if address != "local":
+    given: dict[str, Any] = {"address": address, "log_to_driver": False, "logging_level": logging.WARNING}
+    folder = None
+    if address == "local":
+        folder = Path(tempfile.mkdtemp(prefix="ls-ray-"))  # short: the paths of sockets in it are limited
+        given |= {
+            "num_cpus": workers,
+            "include_dashboard": False,
+            "object_store_memory": _OBJECT_STORE_BYTES,
+            "_temp_dir": str(folder),
+        }
+    else:
         _require_cluster(address)
-        ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING)
-        try:
-            yield None
-        finally:
-            ray.shutdown()
-        return
-    folder = Path(tempfile.mkdtemp(prefix="ls-ray-"))  # short: the paths of sockets in it are limited
+    began = time.monotonic()
     try:
-        ray.init(
-            address="local",
-            num_cpus=workers,
-            include_dashboard=False,
-            object_store_memory=_OBJECT_STORE_BYTES,
-            log_to_driver=False,
-            logging_level=logging.WARNING,
-            _temp_dir=str(folder),
-        )
+        try:
+            ray.init(**given)
+        except LongstrandError:  # a signal came
+            raise
+        except Exception as error:  # Ray raises bare ones where a part of it is late
+            raise _not_started(address, workers, error, f"{time.monotonic() - began:.0f} s") from error
         yield folder
     finally:
         ray.shutdown()
-        shutil.rmtree(folder, ignore_errors=True)
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _require_cluster(address: str) -> None:
@@ -270,20 +286,33 @@ def _ended_by_signals(go_on: str) -> Iterator[None]:
 
 
 def _failure(
-    told: list[tuple[int, LongstrandError | None, str]], error: Exception, workers: int
+    told: list[tuple[int, LongstrandError | None, str]], error: Exception, workers: int, address: str
 ) -> LongstrandError:
     """The first thing that went wrong: a worker that died says nothing, and the others fail because it is gone."""
+    cause: Any = getattr(error, "controller_failure", None)
+    if type(cause).__name__.startswith("WorkerGroupStartup"):
+        return _not_started(address, workers, cause, f"{STARTS} times")
     said = {rank for rank, _, _ in told}
     lost = [rank for rank in getattr(error, "worker_failures", {}) if rank not in said]
-    users = [each for _, each, _ in told if each is not None]
-    if users:
-        return users[0]
+    known = [each for _, each, _ in told if each is not None]
+    own = [each for each in known if not isinstance(each, RankLost)]
+    if own:
+        return own[0]
     if lost:
         return RunFailed(
             f"rank {lost[0]} of {workers} died without a word (a signal such as that of the out-of-memory killer, or a "
             "crash); the others were ended"
         )
-    if told:
-        rank, _, trace = told[0]
-        return RunFailed(f"rank {rank} of {workers} failed:\n{trace}")
-    return RunFailed(f"Ray Train failed:\n{error}")
+    for rank, each, trace in told:
+        if each is None:
+            return RunFailed(f"rank {rank} of {workers} failed:\n{trace}")
+    return known[0] if known else RunFailed(f"Ray Train failed:\n{error}")
+
+
+def _not_started(address: str, workers: int, error: BaseException, tried: str) -> RunFailed:
+    """Ray's own words, first line only: what follows is about Ray's inside."""
+    words = str(error).strip().partition("\n")[0] or type(error).__name__
+    return RunFailed(
+        f"--ray {address} --workers {workers}: Ray did not start, tried {tried} ({words}); look whether machine or "
+        f"cluster has {workers} CPUs, memory and disk free, and start again, or without Ray: --workers {workers}"
+    )

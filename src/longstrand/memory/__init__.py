@@ -1,6 +1,7 @@
 """What bounds the memory of a step: the scan over tiles and its levers."""
 
 from longstrand.memory.levers import Levers, levers_of
+from longstrand.memory.prefix import prefix_of
 from longstrand.memory.protocol import ScanEnd, ScanLayer, SideLosses, TileGraph, Watch
 from longstrand.memory.scan import scan_layers
 from longstrand.memory.tile_walk import TileWalk
@@ -14,5 +15,6 @@ __all__ = [
     "TileWalk",
     "Watch",
     "levers_of",
+    "prefix_of",
     "scan_layers",
 ]

@@ -67,6 +67,13 @@ class Passage(Protocol):
     def entering(self, segment: int) -> Any:
         """The carry that a segment enters, in the second pass forward."""
 
+    def after(self, carry: Any) -> Any:
+        """The carry after the pack's last token on every rank, as one process has it, in place of the second pass.
+
+        Args:
+            carry: what this rank's last segment has left; None where it has none.
+        """
+
     def forward_tile(
         self, tile: Tile, x: Tensor, carry: Any, choices: Choices, *, choose: bool
     ) -> tuple[Tensor, Any]:
@@ -111,7 +118,7 @@ class SharedWalk(Walk):
         if kept:
             self.passages[index] = passage
             self.borders[index] = Borders(self.layout.num_tiles(size))
-        graphs = self.halves.setdefault(index, {})
+        graphs, carry = self.halves.setdefault(index, {}), None
         for segment in self.layout.segment_tiles(size):
             carry = passage.entering(segment.number)
             for tile in segment:
@@ -128,6 +135,8 @@ class SharedWalk(Walk):
         if kept and not keeps_graphs:
             passage.rest()
         self._idle_forward(index, kept=kept)
+        if self.carries is not None:
+            self.carries.append(passage.after(carry))
         layer.free_weights()
 
     def _backward_layer(

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,6 +39,7 @@ class Walk:
     choices: dict[int, Choices] = field(default_factory=dict)
     graphs: dict[int, list[TileGraph]] = field(default_factory=dict)  # without recompute, in place of borders
     idle: dict[int, list[Callable[[], None]]] = field(default_factory=dict)  # ways back, without recompute
+    carries: list[Any] | None = None  # a list: those after the last token are wanted, one per layer
     mean: Stream | None = None
     d_embedding: Tensor | None = None
 
@@ -114,6 +116,8 @@ class Walk:
                 y, carry = layer.forward_tile(x, tile, carry, rows, side, choose=True)
             self._pass_on(index, tile, y, put)
         self._idle_forward(index, kept=kept)
+        if self.carries is not None:
+            self.carries.append(carry)
         layer.free_weights()
 
     def _pass_on(self, index: int, tile: Tile, y: Tensor, put: Callable[[Tile, Tensor], None]) -> None:

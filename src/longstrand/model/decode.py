@@ -13,17 +13,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from longstrand.memory import SideLosses
-from longstrand.memory.tiles import PackLayout, Tile
+from longstrand.memory.tiles import Tile
 from longstrand.model.dsa import Dsa, DsaCarry
 from longstrand.model.indexer import Indexer
 from longstrand.model.kda import Kda, KdaCarry
+from longstrand.model.layer import Layer
 from longstrand.model.model import Model
 from longstrand.ops.precision import wide
 from longstrand.ops.select import select_own_pools
@@ -40,13 +41,23 @@ class Prefix:
 
 @torch.no_grad()
 def prefill(model: Model, prompt: Int[Tensor, "T"], tile: int) -> Prefix:
-    """Runs a prompt of at least one token through the model, tile by tile; the tile changes speed and memory only."""
-    device = model.norm.weight.device
-    layout = PackLayout(torch.tensor([0, len(prompt)]), model.architecture.index_kpool, device)
-    walk = model.walk(layout)
-    for each in layout.tiles(tile):
-        mean = walk.step(prompt[each.rows].to(device), each)
-    return Prefix(len(prompt), walk.carries, model.last_norm(mean[-1:])[0])
+    """Runs a prompt of at least one token through the model, tile by tile; the tile changes speed and memory only.
+
+    Ranks of `context` share the prompt, and all that share weights or experts call this at the same time, each with
+    the prompt of its `data` rank; every rank then has the whole of what its prompt leaves.
+    """
+    hidden, carries = model.prefix(prompt, tile)
+    return Prefix(len(prompt), carries, hidden)
+
+
+@torch.no_grad()
+def idle_step(model: Model) -> None:
+    """Takes part in a token that other ranks append (`Decoding.append`), without a sequence of its own."""
+    side, layers = SideLosses(), [cast(Layer, layer) for layer in model.layers]
+    for layer in layers:
+        layer.gather_weights()
+        layer.idle(side, choose=True)
+        layer.free_weights()
 
 
 class Decoding:
@@ -80,23 +91,18 @@ class Decoding:
     @torch.no_grad()
     def logprobs(self) -> Float[Tensor, "B W"]:
         """log softmax over the vocabulary of each sequence's next token, float32 or wider."""
-        return wide(self.hidden @ self.model.lm_head.weight.T).log_softmax(-1)
+        with self.model.gathered():
+            return wide(self.hidden @ self.model.lm_head.weight.T).log_softmax(-1)
 
     @torch.no_grad()
     def append(self, tokens: Int[Tensor, "B"]) -> None:
-        """One more token of each sequence."""
+        """One more token of each sequence; where ranks share weights or experts, on all of them at once."""
         if int(self.lengths.max()) == self.slots:
             self.slots *= 2
             for rows in self.rows:
                 rows.grow(self.slots)
-        tile, side = self._tile(), SideLosses()
-        shape = self.model.architecture
-        x = self.model.embed_tokens.weight[tokens].unsqueeze(1).expand(-1, shape.hc_mult, -1).contiguous()
-        pools: Tensor | None = None
-        layers: list[Any] = list(self.model.layers)
-        for layer, rows in zip(layers, self.rows, strict=True):
-            x, pools = layer.step(x, partial(rows.step, layer.self_attn, tile=tile, pools=pools), side)
-        self.hidden = self.model.last_norm(x.mean(dim=1))
+        with self.model.gathered():
+            self.hidden = self.model.last_norm(self._through_layers(tokens).mean(dim=1))
         self.lengths = self.lengths + 1
 
     def keep(self, which: Int[Tensor, "K"]) -> None:
@@ -104,6 +110,18 @@ class Decoding:
         self.lengths, self.hidden = self.lengths[which], self.hidden[which]
         for rows in self.rows:
             rows.keep(which)
+
+    def _through_layers(self, tokens: Int[Tensor, "B"]) -> Float[Tensor, "B R D"]:
+        tile, side = self._tile(), SideLosses()
+        shape = self.model.architecture
+        x = self.model.embed_tokens.weight[tokens].unsqueeze(1).expand(-1, shape.hc_mult, -1).contiguous()
+        pools: Tensor | None = None
+        layers: list[Any] = list(self.model.layers)
+        for layer, rows in zip(layers, self.rows, strict=True):
+            layer.gather_weights()
+            x, pools = layer.step(x, partial(rows.step, layer.self_attn, tile=tile, pools=pools), side)
+            layer.free_weights()
+        return x
 
     def _tile(self) -> Tile:
         """One token of each document; document b owns the slots [b x slots, (b + 1) x slots)."""

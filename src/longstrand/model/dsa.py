@@ -30,7 +30,7 @@ class DsaCarry:
     latents: Float[Tensor, "N L"]  # by slot; zero where no token is
     pool_keys: Float[Tensor, "P DI"]
     tail: Float[Tensor, "J DI2"]  # keys and gates of the last kpool - 1 tokens
-    rows: Int[Tensor, "P"] | None = (
+    rows: Int[Tensor, "_"] | None = (
         None  # of each pool among the latents, where ranks gathered those of all tokens
     )
 

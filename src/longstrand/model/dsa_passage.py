@@ -87,6 +87,8 @@ class DsaPassage:
             before = self._halo.fetch(self._halo_rows(layer.enter_mixer(self._tails)[0]), "DSA halo")
         self._d_before = torch.zeros_like(before, dtype=wide_dtype(before.dtype))
         self._latents, self._pool_keys = self._new_buffers(before)
+        self._last_owner = layout.shard.deal.owners[-1]
+        self._last_tail = before.new_zeros(self._kpool - 1, before.shape[-1] - self._attention.latent)
         for segment in segments:
             self._append(segment, read, before[segment.number])
         self._gather()
@@ -97,6 +99,16 @@ class DsaPassage:
 
     def entering(self, segment: int) -> DsaCarry:
         return self._carry
+
+    @torch.no_grad()
+    def after(self, carry: DsaCarry | None) -> DsaCarry:
+        """All latents in the order of the pack, a copy, and the last tokens' keys and gates, kpool - 1 of them."""
+        by_pool = self._carry.latents.view(self._blocks.num_pools, -1)
+        latents = by_pool.index_select(0, self._blocks.rows).view(-1, self._attention.latent)
+        if self._attention.indexer is None:
+            return DsaCarry(latents, latents.new_zeros(0, 0), latents.new_zeros(0, 0))
+        tail = self._axis.share(self._last_tail, self._last_owner, "DSA tail")
+        return DsaCarry(latents, self._carry.pool_keys, tail)
 
     def rest(self) -> None:
         """Forward is done: everything is gathered again on the way back."""
@@ -216,6 +228,7 @@ class DsaPassage:
             with torch.no_grad():
                 carry = DsaCarry(self._latents, self._pool_keys, tail)
                 tail = self._attention.append(h, latents, own, carry).tail
+        self._last_tail = tail
 
     def _project(self, x: Tensor, tile: Tile, tail: Tensor) -> tuple[Tensor, Tensor]:
         """The mixer's input and the latents of a tile; with the front kept, or without a graph."""

@@ -130,6 +130,13 @@ class KdaPassage:
     def entering(self, segment: int) -> KdaCarry:
         return KdaCarry(self._before[segment], self._states[segment].unsqueeze(0))
 
+    def after(self, carry: KdaCarry | None) -> KdaCarry:
+        """That of the rank with the last segment: H K V + (J - 1) 3 H K values to each of the others."""
+        axis, owners = self._scan.axis, self._scan.owners
+        carry = self._attention.start() if carry is None else carry
+        parts = [axis.share(part, owners[-1], "KDA carry") for part in (carry.tail, carry.state)]
+        return KdaCarry(*parts)
+
     def rest(self) -> None:
         """All is small, and needed again."""
 

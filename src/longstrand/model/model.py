@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import cast
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, cast
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from longstrand.architecture import Architecture
 from longstrand.data.pack import Pack
-from longstrand.memory import Levers, ScanEnd, ScanLayer, SideLosses, TileWalk, scan_layers
+from longstrand.memory import Levers, ScanEnd, ScanLayer, SideLosses, prefix_of, scan_layers
 from longstrand.memory.store import pass_demand
 from longstrand.memory.tiles import PackLayout, Shard
 from longstrand.model.dsa_layer import DsaLayer
@@ -55,10 +56,23 @@ class Model(nn.Module):
         if shape.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
 
-    def walk(self, layout: PackLayout, side: SideLosses | None = None) -> TileWalk:
-        """A walk through all layers a tile at a time, without gradients; see `TileWalk`."""
-        hc_mult, layers = self.architecture.hc_mult, self._scan_layers()
-        return TileWalk(self.embed_tokens.weight, layers, layout, hc_mult, side or SideLosses())
+    def gathered(self) -> AbstractContextManager[None]:
+        """Inside, what is no layer's is whole; nothing happens where it is already, or on one process."""
+        return nullcontext() if self.shards is None else self.shards.gathered()
+
+    def prefix(self, document: Int[Tensor, "T"], tile: int) -> tuple[Float[Tensor, "D"], list[Any]]:
+        """The last hidden state of a document and each layer's carry after it, on every rank that shares it."""
+        with torch.no_grad(), self.gathered():
+            layout = self._layout(torch.tensor([0, len(document)]), tile)
+            mean, carries = prefix_of(
+                self.embed_tokens.weight,
+                document.to(layout.device),
+                self._scan_layers(),
+                layout,
+                hc_mult=self.architecture.hc_mult,
+                tile=tile,
+            )
+            return self.last_norm(mean)[0], carries
 
     def last_norm(self, mean: Float[Tensor, "T D"]) -> Float[Tensor, "T D"]:
         """The last hidden state, from the mean of the streams."""
@@ -107,19 +121,23 @@ class Model(nn.Module):
         largest = max(int(pack.tokens.max()), int(pack.targets.max()))
         if largest >= self.architecture.vocab_size:
             raise ValueError(f"token {largest} is beyond the vocabulary of {self.architecture.vocab_size}")
-        device = self.norm.weight.device
-        layout = PackLayout(pack.starts, self.architecture.index_kpool, device, self._shard(pack))
-        layout.most_tiles = self._most_tiles(layout.num_tiles(levers.tile))
         return scan_layers(
             self.embed_tokens.weight,
-            pack.tokens.to(device),
+            pack.tokens.to(self.norm.weight.device),
             self._scan_layers(),
-            layout,
+            self._layout(pack.starts, levers.tile),
             hc_mult=self.architecture.hc_mult,
             levers=levers,
             side=side,
             end=end,
         )
+
+    def _layout(self, starts: Tensor, tile: int) -> PackLayout:
+        """This rank's part of a pack."""
+        device = self.norm.weight.device
+        layout = PackLayout(starts, self.architecture.index_kpool, device, self._shard(starts))
+        layout.most_tiles = self._most_tiles(layout.num_tiles(tile))
+        return layout
 
     def _most_tiles(self, num_tiles: int) -> int | None:
         """Of any rank that this one shares weights or experts with; None where there is none."""
@@ -127,12 +145,12 @@ class Model(nn.Module):
             return None
         return self.mesh.expert.largest(num_tiles)
 
-    def _shard(self, pack: Pack) -> Shard | None:
+    def _shard(self, starts: Tensor) -> Shard | None:
         """This rank's part of a pack; None where no other rank shares it."""
         context = self.mesh.context
         if context.size == 1:
             return None
-        return Shard(context, deal(pack.starts.tolist(), context.size, self.segments))
+        return Shard(context, deal(starts.tolist(), context.size, self.segments))
 
     def stream_bytes(self, num_tokens: int, levers: Levers) -> int:
         """Bytes that the streams of a training pass take wherever the levers put them."""

@@ -103,7 +103,10 @@ class Shards:
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """Weights are whole inside."""
+        """Weights are whole inside; inside another such context nothing happens."""
+        if self._before is not None:
+            yield
+            return
         self.gather()
         try:
             yield

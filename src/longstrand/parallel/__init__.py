@@ -3,7 +3,7 @@
 from longstrand.parallel.agreement import by_first, from_all, from_first, said_once, together
 from longstrand.parallel.axis import Axis
 from longstrand.parallel.dispatch import Spread, experts_over
-from longstrand.parallel.mesh import Mesh, make_mesh, one_process
+from longstrand.parallel.mesh import Mesh, all_ranks, make_mesh, one_process
 from longstrand.parallel.parts import as_stored, like_sharded, local_part
 from longstrand.parallel.processes import run_ranks
 from longstrand.parallel.segments import Deal, deal
@@ -13,6 +13,7 @@ __all__ = [
     "Deal",
     "Mesh",
     "Spread",
+    "all_ranks",
     "as_stored",
     "by_first",
     "deal",

@@ -28,7 +28,7 @@ class AffineScan:
     """
 
     def __init__(self, axis: Axis, owners: Sequence[int], num_heads: int) -> None:
-        self.axis = axis
+        self.axis, self.owners = axis, owners
         cuts = [num_heads * rank // axis.size for rank in range(axis.size + 1)]
         self._heads = [stop - start for start, stop in pairwise(cuts)]
         self._segments = [

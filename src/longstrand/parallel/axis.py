@@ -74,6 +74,15 @@ class Axis:
         self.received[what] += (sum(receive) - receive[self.rank]) * out[:1].nbytes if len(out) else 0
         return out
 
+    def share(self, x: Shaped[Tensor, "*D"], source: int, what: str) -> Shaped[Tensor, "*D"]:
+        """What one rank of the axis gives, on all of them; of what the others give shape and dtype count."""
+        if self.group is None:
+            return x
+        out = x.contiguous()
+        dist.broadcast(out, dist.get_global_rank(self.group, source), group=self.group)
+        self.received[what] += out.nbytes if self.rank != source else 0
+        return out
+
     def sum(self, x: Shaped[Tensor, "*D"], what: str = "sums") -> Shaped[Tensor, "*D"]:
         """Adds up x over the ranks, in place."""
         if self.group is not None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from longstrand.errors import UserError
 from longstrand.parallel.axis import Axis
+from longstrand.parallel.processes import MEETING_SECONDS
 
 
 @dataclass(frozen=True)
@@ -49,11 +52,9 @@ class Mesh:
         if (name, device) not in self._views:
             ranks = torch.arange(self.world.size)
             self._views[name, device] = (
-                DeviceMesh(device, ranks, mesh_dim_names=("world",))
+                _groups(device, ranks, ("world",))
                 if name == "world"
-                else DeviceMesh(
-                    device, ranks.view(-1, self.expert.size).T, mesh_dim_names=("expert", "expert_replicas")
-                )
+                else _groups(device, ranks.view(-1, self.expert.size).T, ("expert", "expert_replicas"))
             )
         return self._views[name, device]
 
@@ -61,6 +62,11 @@ class Mesh:
 def one_process() -> Mesh:
     """A mesh of one rank."""
     return Mesh(Axis("data"), Axis("context"), Axis("expert"), Axis("expert_replicas"), Axis("world"))
+
+
+def all_ranks() -> Axis:
+    """The processes that torch.distributed knows; this one alone where it knows none."""
+    return Axis("world", dist.group.WORLD if dist.is_initialized() else None)
 
 
 def make_mesh(*, data: int, context: int, expert: int, device: str = "cpu") -> Mesh:
@@ -82,8 +88,8 @@ def make_mesh(*, data: int, context: int, expert: int, device: str = "cpu") -> M
     if world == 1:
         return one_process()
     ranks = torch.arange(world)
-    devices = DeviceMesh(device, ranks.view(data, context), mesh_dim_names=("data", "context"))
-    experts = DeviceMesh(device, ranks.view(-1, expert), mesh_dim_names=("expert_replicas", "expert"))
+    devices = _groups(device, ranks.view(data, context), ("data", "context"))
+    experts = _groups(device, ranks.view(-1, expert), ("expert_replicas", "expert"))
     return Mesh(
         data=Axis("data", devices.get_group("data")),
         context=Axis("context", devices.get_group("context")),
@@ -93,3 +99,11 @@ def make_mesh(*, data: int, context: int, expert: int, device: str = "cpu") -> M
         devices=devices,
         expert_devices=experts,
     )
+
+
+def _groups(device: str, ranks: torch.Tensor, names: tuple[str, ...]) -> DeviceMesh:
+    """Ranks by axis; their exchanges wait as long as those of all ranks, and not torch's 30 minutes (10 with NCCL)."""
+    mesh = DeviceMesh(device, ranks, mesh_dim_names=names)
+    for name in names:
+        _set_pg_timeout(timedelta(seconds=MEETING_SECONDS), mesh.get_group(name))
+    return mesh

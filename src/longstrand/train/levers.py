@@ -33,7 +33,7 @@ def check_levers(recipe: Recipe, model: Model) -> None:
             require_other_memory(name, weight.device)
     layers = list(model.layers)
     first = first_trained(weight, layers)  # type: ignore[arg-type]
-    _require_fewer_streams(settings.keep_every, len(layers), first)
+    require_fewer_streams(settings.keep_every, len(layers), first)
     levers = levers_of(settings, recipe.run.out)
     if levers.spool is not None:
         num_bytes = model.stream_bytes(recipe.data.length, levers)
@@ -62,7 +62,7 @@ def _try_spool(folder: Path, num_bytes: int, device: torch.device) -> None:
     Spool(there, num_bytes, device).close()
 
 
-def _require_fewer_streams(keep_every: int, num_layers: int, first: int) -> None:
+def require_fewer_streams(keep_every: int, num_layers: int, first: int) -> None:
     """Recomputing layers must save something: going back, a group holds keep_every - 1 inputs of its own."""
     if keep_every == 1:
         return

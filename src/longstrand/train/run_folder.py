@@ -7,7 +7,8 @@ import re
 import shlex
 import socket
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,8 +27,34 @@ MAY_CHANGE = {"kernels.cpu", "memory.spool", "run.out", "train.steps", *_MESH}
 sums over other ranks."""
 
 
+@dataclass(frozen=True)
+class Started:
+    """How the ranks of a run were started, so that messages name the command that goes on with it.
+
+    Args:
+        torchrun: its options that say how many there are, with {} for their number; None: not by torchrun.
+        ray: what followed `--ray`; None: not by Ray.
+    """
+
+    torchrun: str | None = None
+    ray: str | None = None
+
+    def resume_command(self, run: Path, ranks: int) -> str:
+        """The command that goes on with a run of that many ranks."""
+        train = f"longstrand train {shlex.quote(str(run / 'run.toml'))} --resume"
+        if self.ray is not None:
+            return f"{train} --ray {shlex.quote(self.ray)} --workers {ranks}"
+        if ranks == 1:
+            return train
+        if self.torchrun is not None:
+            return f"torchrun {self.torchrun.format(ranks)} -m {train}"
+        return f"{train} --workers {ranks}"
+
+
 @contextmanager
-def open_run(recipe: Recipe, *, resume: bool, mesh: Mesh | None = None) -> Iterator[tuple[Path, Recipe]]:
+def open_run(
+    recipe: Recipe, *, resume: bool, mesh: Mesh | None = None, started: Started = Started()
+) -> Iterator[tuple[Path, Recipe]]:
     """Makes or reopens the run's folder and holds its lock; of several ranks the first does, for all.
 
     Yields:
@@ -40,7 +67,9 @@ def open_run(recipe: Recipe, *, resume: bool, mesh: Mesh | None = None) -> Itera
     """
     mesh = mesh or one_process()
     with ExitStack() as held:
-        run, resolved = by_first(mesh.world, lambda: held.enter_context(_opened(recipe, resume=resume)))
+        run, resolved = by_first(
+            mesh.world, lambda: held.enter_context(_opened(recipe, resume=resume, started=started))
+        )
         with together(mesh.world):
             if not mesh.first:
                 _join(run, resolved, mesh.world.rank)
@@ -52,7 +81,7 @@ def write_recipe(run: Path, recipe: Recipe) -> None:
     write_atomic(run / "run.toml", dump_toml(recipe))
 
 
-def check_unused(run: Path, *, resume: bool) -> bool:
+def check_unused(run: Path, *, resume: bool, started: Started = Started()) -> bool:
     """Whether the folder holds a run, which only `resume` may go on with.
 
     Raises:
@@ -76,7 +105,7 @@ def check_unused(run: Path, *, resume: bool) -> bool:
         )
     if "run.toml" in found and not resume:
         raise UserError(
-            f"run.out = {run}: holds a run already; go on with {resume_command(run)} (or choose another run.out)"
+            f"run.out = {run}: holds a run already; go on with {_command_for(run, started)} (or choose another run.out)"
         )
     return bool(found)
 
@@ -84,11 +113,6 @@ def check_unused(run: Path, *, resume: bool) -> bool:
 def log_file(run: Path, rank: int) -> Path:
     """Each rank has its own; the first one's is the log of the run."""
     return run / ("log.txt" if rank == 0 else f"log_rank{rank}.txt")
-
-
-def resume_command(run: Path) -> str:
-    """The command that goes on with a run."""
-    return f"longstrand train {shlex.quote(str(run / 'run.toml'))} --resume"
 
 
 def resolve_recipe(recipe: Recipe) -> Recipe:
@@ -125,15 +149,15 @@ def resolve_recipe(recipe: Recipe) -> Recipe:
 
 
 @contextmanager
-def _opened(recipe: Recipe, *, resume: bool) -> Iterator[tuple[Path, Recipe]]:
+def _opened(recipe: Recipe, *, resume: bool, started: Started) -> Iterator[tuple[Path, Recipe]]:
     run = Path(recipe.run.out).expanduser()
-    check_unused(run, resume=resume)
+    check_unused(run, resume=resume, started=started)
     make_folder(run)
     with _lock(run):
-        used = check_unused(run, resume=resume)
+        used = check_unused(run, resume=resume, started=started)
         resolved = resolve_recipe(recipe)
         if used:
-            resolved = _same_recipe(run, recipe, resolved)
+            resolved = _same_recipe(run, recipe, resolved, started)
         yield run, resolved
 
 
@@ -199,7 +223,15 @@ def _lock(run: Path) -> Iterator[None]:
         yield
 
 
-def _same_recipe(run: Path, given: Recipe, resolved: Recipe) -> Recipe:
+def _command_for(run: Path, started: Started) -> str:
+    """Goes on with a run on as many ranks as it had."""
+    ranks = 1
+    with suppress(UserError):  # run.toml is broken, which going on will say
+        ranks = load_recipe(run / "run.toml").parallel.world
+    return started.resume_command(run, ranks)
+
+
+def _same_recipe(run: Path, given: Recipe, resolved: Recipe, started: Started) -> Recipe:
     began = load_recipe(run / "run.toml")
     if given.run.threads is None:
         resolved = resolved.model_copy(
@@ -214,7 +246,7 @@ def _same_recipe(run: Path, given: Recipe, resolved: Recipe) -> Recipe:
             raise UserError(
                 f"{name} = {new.get(name)}: this run began with {old.get(name)}, and a resumed run may change only "
                 f"{', '.join(sorted(MAY_CHANGE - _MESH))} and [parallel]; go on as it began with "
-                f"{resume_command(run)}, or choose another run.out"
+                f"{started.resume_command(run, began.parallel.world)}, or choose another run.out"
             )
     return resolved
 

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from longstrand.architecture import DSA, Architecture
 from longstrand.atomic import write_atomic
 from longstrand.config import Recipe, TrainSection
 from longstrand.data import Data, Loader, Pack, open_data
@@ -24,20 +23,22 @@ from longstrand.memory import Levers, levers_of
 from longstrand.model import Model, kernels, load_model
 from longstrand.model.parallelize import parallelize
 from longstrand.ops.native import native_state
-from longstrand.parallel import Mesh, by_first, make_mesh, one_process, said_once, together
+from longstrand.parallel import Mesh, all_ranks, by_first, make_mesh, one_process, said_once, together
 from longstrand.peak_memory import SOURCE, PeakMemory
 from longstrand.state import checkpoint_bytes, require_space
+from longstrand.train.dry_run import check_layout
 from longstrand.train.evaluation import evaluate_once, evaluation_packs
+from longstrand.train.fit import require_effect, require_vocabulary
 from longstrand.train.levers import check_levers, clean_spool
 from longstrand.train.metrics import Metrics, open_sinks
 from longstrand.train.optimizer import Optimizer, freeze_all_but, trained_names
 from longstrand.train.progress import Progress, logged_to
 from longstrand.train.run_folder import (
+    Started,
     check_unused,
     log_file,
     open_run,
     resolve_recipe,
-    resume_command,
     write_recipe,
 )
 from longstrand.train.saving import Training, restore, save, write_ledger
@@ -49,7 +50,9 @@ from longstrand.trained import model_source, require_finite
 _log = logging.getLogger(__name__)
 
 
-def train(recipe: Recipe, *, resume: bool = False, dry_run: bool = False, mesh: Mesh | None = None) -> Path:
+def train(
+    recipe: Recipe, *, resume: bool = False, mesh: Mesh | None = None, started: Started = Started()
+) -> Path:
     """Trains as the recipe says and returns the run's folder.
 
     With several processes, each calls it with the same arguments. What ends the run on one rank, an error or a signal,
@@ -58,8 +61,8 @@ def train(recipe: Recipe, *, resume: bool = False, dry_run: bool = False, mesh: 
     Args:
         recipe: everything that defines the run.
         resume: go on from the newest whole checkpoint of `run.out`; begins a run where there is none.
-        dry_run: open data, model and optimizer, say what they are, and write nothing into `run.out`.
         mesh: the ranks that share the run; None: as the recipe says, of the processes that torch.distributed knows.
+        started: how they were started, for messages.
 
     Raises:
         UserError: the recipe, its inputs or the folder cannot be used.
@@ -67,53 +70,51 @@ def train(recipe: Recipe, *, resume: bool = False, dry_run: bool = False, mesh: 
         RunFailed: the disk does not take a file; the last checkpoint is kept.
         Stopped: SIGTERM or SIGINT came; the step was finished and saved.
     """
-    if dry_run:
-        with logged_to(Console(stderr=True), None):
-            check_unused(Path(recipe.run.out), resume=resume)
-            resolved = resolve_recipe(recipe)
-            prepared = prepare(resolved)
-            evaluation_packs(resolved, prepared.data)
-            spread(resolved, prepared, one_process())
-        return Path(recipe.run.out)
-    mesh = mesh or _mesh_of(recipe)
-    console = Console(stderr=True) if mesh.first else None
-
     # 1. The folder: made or reopened, for this run alone.
-    with (
-        said_once(mesh.world, Stopped),
-        open_run(recipe, resume=resume, mesh=mesh) as (run, resolved),
-        logged_to(console, log_file(run, mesh.world.rank)),
-        StopRequests(silent=not mesh.first) as stop,
-        PeakMemory() as memory,
-        clean_spool(resolved),
-    ):
-        imports = memory.baseline_bytes / 2**30
-        _log.info("run %s; memory is %s; imports took %.2f GiB", run, SOURCE, imports)
-        go_on = f"go on with {resume_command(run)}"
-
+    with _opened(recipe, mesh or _mesh_of(recipe), resume=resume, started=started) as run:
         # 2. Data, model and optimizer, as they were where a stopped run was.
-        with stop.leaving_at_once("no step was taken; start it again"):
-            with together(mesh.world):
-                prepared = prepare(resolved)
-                packs = evaluation_packs(resolved, prepared.data)
-            training = spread(resolved, prepared, mesh)
-            restore(run, training, resolved.train.steps)
-            by_first(mesh.world, lambda: _write_start(run, resolved, training))
+        with run.stop.leaving_at_once("no step was taken; start it again"):
+            with together(run.mesh.world):
+                prepared = prepare(run.recipe)
+                packs = evaluation_packs(run.recipe, prepared.data)
+            training = spread(run.recipe, prepared, run.mesh)
+            restore(run.folder, training, run.recipe.train.steps)
+            by_first(run.mesh.world, lambda: _write_start(run.folder, run.recipe, training))
 
         # 3. Held-out loss by position before the first step.
-        with stop.leaving_at_once(f"no step was taken; {go_on}"):
-            if resolved.evaluate.before and training.step == 0:
-                evaluate_once(run, resolved, training, packs, "before")
+        with run.stop.leaving_at_once(f"no step was taken; {run.go_on}"):
+            if run.recipe.evaluate.before and training.step == 0:
+                evaluate_once(run.folder, run.recipe, training, packs, "before")
 
         # 4. The steps; each one that is due is saved.
-        if training.step < resolved.train.steps:
-            _take_steps(run, resolved, training, stop, memory, console)
+        if training.step < run.recipe.train.steps:
+            _take_steps(run, training)
 
         # 5. Held-out loss by position after the last step.
-        with stop.leaving_at_once(f"all steps are saved, an evaluation is missing; {go_on}"):
-            evaluate_once(run, resolved, training, packs, "after")
+        with run.stop.leaving_at_once(f"all steps are saved, an evaluation is missing; {run.go_on}"):
+            evaluate_once(run.folder, run.recipe, training, packs, "after")
         _log.info("done: %d steps", training.step)
-    return run
+    return run.folder
+
+
+def check(recipe: Recipe, *, resume: bool = False) -> None:
+    """Opens data, model and optimizer as `train` would, in one process, says what they are, and writes no run.
+
+    A recipe for more ranks than there are is counted on pretended ones, without weights; see `check_layout`.
+
+    Raises:
+        UserError: as `train`.
+        RunFailed: the spool's disk has no room.
+    """
+    with logged_to(Console(stderr=True), None):
+        check_unused(Path(recipe.run.out), resume=resume)
+        resolved = resolve_recipe(recipe)
+        if resolved.parallel.world > all_ranks().size:
+            check_layout(resolved, Console(stderr=True, width=100))
+            return
+        prepared = prepare(resolved)
+        evaluation_packs(resolved, prepared.data)
+        spread(resolved, prepared, one_process())
 
 
 @dataclass(frozen=True)
@@ -144,12 +145,8 @@ def prepare(recipe: Recipe) -> Prepared:
     loader = data.train_loader(recipe.train.sequences_per_step)
     model = load_model(source, dtype, seed=recipe.run.seed, init=recipe.model.init)
     require_finite(model, str(source))
-    if data.max_token >= model.architecture.vocab_size:
-        raise UserError(
-            f"data.tokenizer = {recipe.data.tokenizer}: gives token {data.max_token}, and the model's vocabulary "
-            f"has {model.architecture.vocab_size}; use the model's own tokenizer"
-        )
-    _require_effect(recipe, model.architecture)
+    require_vocabulary(recipe, data, model.architecture)
+    require_effect(recipe, model.architecture)
     names = trained_names(model.groups(), recipe.train)
     freeze_all_but(model, names)
     check_levers(recipe, model)
@@ -184,23 +181,46 @@ def _optimizer(recipe: Recipe, model: Model, names: list[str]) -> Optimizer:
     return Optimizer(model, names, recipe.train, device=device, threads=threads, mesh=model.mesh)
 
 
-def _require_effect(recipe: Recipe, shape: Architecture) -> None:
-    """Refuses what this model has no part for: a setting without effect would be a silent one."""
-    balance, indexer = recipe.train.balance, recipe.train.indexer
-    if balance != "none" and "sparse" not in shape.mlp_layer_types:
-        raise UserError(f'train.balance = "{balance}": this model has no router to balance; set it to "none"')
-    if indexer != "frozen" and DSA not in shape.layer_types:
-        raise UserError(f'train.indexer = "{indexer}": this model has no indexer; set it to "frozen"')
-    if indexer != "frozen" and recipe.data.length < shape.index_kpool:
-        raise UserError(
-            f"data.length = {recipe.data.length}: no sequence completes a pool of {shape.index_kpool} tokens, so "
-            f'train.indexer = "{indexer}" learns nothing; raise the length, or set it to "frozen"'
-        )
-
-
 def _mesh_of(recipe: Recipe) -> Mesh:
     sizes = recipe.parallel
     return make_mesh(data=sizes.data, context=sizes.context, expert=sizes.expert)
+
+
+@dataclass(frozen=True)
+class _Run:
+    """A run whose folder is open.
+
+    Attributes:
+        recipe: with everything resolved.
+        console: where the first rank shows what happens; None on the others.
+        go_on: words with the command that goes on with it.
+    """
+
+    folder: Path
+    recipe: Recipe
+    mesh: Mesh
+    console: Console | None
+    stop: StopRequests
+    memory: PeakMemory
+    go_on: str
+
+
+@contextmanager
+def _opened(recipe: Recipe, mesh: Mesh, *, resume: bool, started: Started) -> Iterator[_Run]:
+    """The folder with its lock and logs; signals are waited for, and memory is watched."""
+    console = Console(stderr=True) if mesh.first else None
+    with (
+        said_once(mesh.world, Stopped),
+        open_run(recipe, resume=resume, mesh=mesh, started=started) as (folder, resolved),
+        logged_to(console, log_file(folder, mesh.world.rank)),
+        StopRequests(silent=not mesh.first) as stop,
+        PeakMemory() as memory,
+        clean_spool(resolved),
+    ):
+        imports = memory.baseline_bytes / 2**30
+        _log.info("run %s; memory is %s; imports took %.2f GiB", folder, SOURCE, imports)
+        go_on = f"go on with {started.resume_command(folder, mesh.world.size)}"
+        yield _Run(folder, resolved, mesh, console, stop, memory, go_on)
 
 
 def _write_start(run: Path, recipe: Recipe, training: Training) -> None:
@@ -212,20 +232,13 @@ def _write_start(run: Path, recipe: Recipe, training: Training) -> None:
     write_atomic(run / "kernels.json", json.dumps(kernels(training.model), indent=1))
 
 
-def _take_steps(
-    run: Path,
-    recipe: Recipe,
-    training: Training,
-    stop: StopRequests,
-    memory: PeakMemory,
-    console: Console | None,
-) -> None:
+def _take_steps(run: _Run, training: Training) -> None:
     """The loop: data, step, record, and a checkpoint where one is due or a signal came to any rank."""
-    settings, world = recipe.train, training.mesh.world
-    levers = levers_of(recipe.memory, run)
+    settings, world = run.recipe.train, run.mesh.world
+    levers = levers_of(run.recipe.memory, run.folder)
     gc.freeze()  # what is here stays: not to be searched for garbage at every step (5 % of a short one)
-    timer = StepTimer(settings.steps, memory)
-    with _outputs(run, recipe, training, console) as write:
+    timer = StepTimer(settings.steps, run.memory)
+    with _outputs(run, training) as write:
         while training.step < settings.steps:
             timer.start()
             step, packs = training.step + 1, training.loader.next_step()
@@ -233,7 +246,7 @@ def _take_steps(
             training.step = step
             record = timer.record(step, result)
             record["peak_memory_bytes"] = world.largest(record["peak_memory_bytes"])
-            signal = world.largest(stop.number or 0)
+            signal = world.largest(run.stop.number or 0)
             due = step in (1, settings.steps) or step % settings.save_every == 0 or signal > 0
             by_first(world, partial(write, record, sync=due))
             if result.loss is None:
@@ -241,10 +254,9 @@ def _take_steps(
                     "step %d: no target in %d sequences; the weights stay as they are", step, len(packs)
                 )
             if due:
-                save(run, training, settings.keep)
+                save(run.folder, training, settings.keep)
             if signal:
-                saved = f"step {step} of {settings.steps} is saved"
-                raise Stopped(signal, f"{saved}; go on with {resume_command(run)}")
+                raise Stopped(signal, f"step {step} of {settings.steps} is saved; {run.go_on}")
 
 
 def _step(
@@ -255,17 +267,15 @@ def _step(
 
 
 @contextmanager
-def _outputs(
-    run: Path, recipe: Recipe, training: Training, console: Console | None
-) -> Iterator[Callable[..., None]]:
+def _outputs(run: _Run, training: Training) -> Iterator[Callable[..., None]]:
     """A function for the record of a step: written and shown, and with `sync` on the disk; for the first rank."""
     with ExitStack() as held:
         metrics = progress = None
-        with together(training.mesh.world):
-            if console is not None:
-                sinks = open_sinks(run, recipe.run.sinks, training.step)
-                metrics = held.enter_context(Metrics(run, sinks))
-                progress = held.enter_context(Progress(console, recipe.train.steps, training.step))
+        with together(run.mesh.world):
+            if run.console is not None:
+                sinks = open_sinks(run.folder, run.recipe.run.sinks, training.step)
+                metrics = held.enter_context(Metrics(run.folder, sinks))
+                progress = held.enter_context(Progress(run.console, run.recipe.train.steps, training.step))
 
         def write(record: dict[str, Any], *, sync: bool) -> None:
             assert metrics is not None and progress is not None

@@ -1,0 +1,110 @@
+"""`longstrand train --dry-run` of a recipe for more ranks than there are: its layout, and what could be checked."""
+
+from __future__ import annotations
+
+import glob
+import logging
+from itertools import groupby
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from longstrand.architecture import Architecture
+from longstrand.config import Recipe
+from longstrand.data import open_data
+from longstrand.model.hf import read_architecture, read_json
+from longstrand.train.evaluation import evaluation_packs
+from longstrand.train.fit import require_effect, require_vocabulary
+from longstrand.train.layout import Layout, Term, layout_of
+from longstrand.trained import model_source
+from longstrand.wording import count
+
+_log = logging.getLogger(__name__)
+
+NOT_RUN = (
+    "counted, not run: no weight was read, nothing was computed or exchanged, and no run of this code on GPUs has been "
+    "made"
+)
+
+
+def check_layout(recipe: Recipe, console: Console) -> Layout:
+    """Counts a recipe on its ranks, shows it, and checks the data where its files are here.
+
+    Raises:
+        UserError: the recipe cannot be spread like this, or the files that are here cannot be used.
+    """
+    source = model_source(recipe.model)
+    shape = (
+        read_architecture(source) if source.is_dir() else Architecture.from_hf(read_json(source), str(source))
+    )
+    require_effect(recipe, shape)
+    layout = layout_of(recipe, shape)
+    _show(layout, recipe, console)
+    _check_data(recipe, shape, source)
+    if recipe.data.length > shape.max_position_embeddings:
+        made_for = f"{shape.max_position_embeddings:,} tokens (max_position_embeddings)"
+        _log.info("note: the model was made for %s, and is given %s", made_for, f"{recipe.data.length:,}")
+    _log.info(NOT_RUN)
+    return layout
+
+
+def _check_data(recipe: Recipe, shape: Architecture, source: Path) -> None:
+    sources = [*recipe.data.sources, *recipe.evaluate.sources]
+    missing = [each.path for each in sources if not glob.glob(str(Path(each.path).expanduser()))]
+    if missing:
+        _log.info("not checked: the data, since %s is not here", ", ".join(dict.fromkeys(missing)))
+        return
+    folder = source if source.is_dir() else None
+    data = open_data(recipe.data, seed=recipe.run.seed, model_folder=folder)
+    data.train_loader(recipe.train.sequences_per_step)
+    require_vocabulary(recipe, data, shape)
+    evaluation_packs(recipe, data)
+
+
+def _show(layout: Layout, recipe: Recipe, console: Console) -> None:
+    sizes = recipe.parallel
+    table = Table(
+        title=f"rank {layout.rank} of {layout.world}: data {sizes.data} x context {sizes.context}, "
+        f"expert {sizes.expert}",
+        title_justify="left",
+        min_width=96,
+    )
+    for name, justify in (("", "left"), ("GiB", "right"), ("", "left")):
+        table.add_column(name, justify=justify)  # type: ignore[arg-type]
+    for name, value in _facts(layout, recipe):
+        table.add_row(name, "", value)
+    held = sorted(layout.held.items(), key=lambda item: item[1].place)
+    for place, terms in groupby(held, key=lambda item: item[1].place):
+        table.add_section()
+        for name, term in terms:
+            table.add_row(name, _gib(term), term.why)
+        why = "an upper bound: not all at once; tiles in work come on top" if place == "device" else ""
+        table.add_row(f"sum on the {place}", f"{layout.total(place) / 2**30:.2f}", why, style="bold")
+    table.add_section()
+    table.add_row("one layer and sequence:", "", "", style="bold")
+    for (what, when), num_bytes in layout.received.items():
+        table.add_row(what, f"{num_bytes / 2**30:.3f}", f"from other ranks, {when}")
+    console.print(table)
+
+
+def _facts(layout: Layout, recipe: Recipe) -> list[tuple[str, str]]:
+    tokens, dealt = layout.tokens, layout.deal
+    per_rank = len(dealt.owned_by(0))
+    facts = [
+        ("parameters", f"{count(layout.num_parameters)}, {count(layout.num_trained)} of them trained"),
+        ("of this rank", f"{count(layout.own_parameters)}, {count(layout.own_trained)} of them trained"),
+        (
+            "tokens",
+            f"{count(recipe.data.length)}, {count(min(tokens))} to {count(max(tokens))} per context rank",
+        ),
+        ("segments", f"{len(dealt.owners)}, {per_rank} per rank; attention {dealt.imbalance:.4f} x the mean"),
+    ]
+    if layout.experts:
+        whose = f"; {layout.expert_replicas} ranks hold the same ones and share their weights"
+        facts.append(("experts per layer", f"{layout.experts}{whose * (layout.expert_replicas > 1)}"))
+    return facts
+
+
+def _gib(term: Term) -> str:
+    return f"{term.num_bytes / 2**30:.2f}"

@@ -1,0 +1,161 @@
+"""The layout of a recipe on its ranks, against plain arithmetic and against what ranks really hold and receive."""
+
+import json
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from longstrand.architecture import Architecture
+from longstrand.bench._small_models import architecture, model, pack
+from longstrand.config import load_recipe
+from longstrand.errors import UserError
+from longstrand.memory import Levers
+from longstrand.model.parallelize import parallelize
+from longstrand.parallel import local_part, make_mesh, run_ranks
+from longstrand.train.layout import layout_of
+from longstrand.train.sft import train
+from longstrand.trained import model_source
+
+NAME = "glm-5.3-flash_1m_64gpus"
+GIB = 2**30
+LENGTH, RANKS = 1_048_576, 64
+OWN = LENGTH // RANKS
+D, W, KDA, DSA, MOE = 4096, 154_880, 34, 11, 42
+
+
+def published(*overrides):
+    recipe = load_recipe(NAME, list(overrides))
+    return layout_of(recipe, Architecture.from_hf(json.loads(model_source(recipe.model).read_text())))
+
+
+@pytest.fixture(scope="module")
+def layout():
+    return published()
+
+
+def parameters():
+    """Of the published model, layer kind by layer kind."""
+    inner = 64 * 128
+    kda = 4 * D * inner + 3 * inner * 4 + 2 * (D * 128 + 128 * inner) + D * 64 + 64 + inner + 128
+    mla = D * 1536 + 1536 + 1536 * 64 * 256 + D * 512 + 512 + 512 * 64 * (256 + 256) + 64 * 256 * D
+    indexer = 1536 * 32 * 128 + D * 128 + 2 * 128 + D * 32 + 4 * 128 + 128 * D
+    around = 2 * (24 * 4 * D + 24 + 3) + 2 * D
+    expert, dense = 3 * D * 2048, 3 * D * 12_288
+    mixture = 288 * expert + expert + 288 * D
+    whole = KDA * kda + DSA * (mla + indexer) + 45 * around + MOE * mixture + 3 * dense + 2 * W * D + D
+    return whole, DSA * indexer
+
+
+def test_the_published_model_has_its_313_billion_parameters(layout):
+    whole, indexer = parameters()
+    assert layout.num_parameters == whole == 313_326_799_870
+    assert layout.num_trained == whole - indexer  # frozen
+    assert (
+        whole / 64 < layout.own_parameters < 1.15 * whole / 64
+    )  # five of nine experts on the fuller replica
+
+
+def test_tokens_and_experts_are_dealt_evenly(layout):
+    assert set(layout.tokens) == {OWN}
+    assert layout.deal.imbalance == 1
+    assert (layout.experts, layout.expert_replicas) == (288 // 32, 2)
+
+
+def test_every_layer_input_of_a_million_tokens_takes_22_and_a_half_gib_per_rank(layout):
+    assert layout.held["layer inputs"].num_bytes == 45 * 4 * D * 2 * OWN == 22.5 * GIB
+    assert layout.held["layer inputs"].place == "host"
+
+
+def test_bytes_are_those_of_plain_arithmetic(layout):
+    held = {name: term.num_bytes for name, term in layout.held.items()}
+    assert held["choices"] == (DSA * 512 * 4 + MOE * 8 * 2) * OWN  # 22.7 KiB per token
+    carry = 64 * 128 * 128 * 4 + 3 * 3 * 64 * 128 * 2
+    assert held["carries at tile borders"] == KDA * carry * 4  # two segments of two tiles
+    assert held["latents of a DSA layer"] == LENGTH * 512 * 2 == GIB
+    assert held["gradient of the latents"] == LENGTH * 512 * 4
+    assert held["its pool keys"] == LENGTH // 4 * 128 * 2
+    assert held["embedding and head, gathered"] == (2 * W * D + D) * 2
+    assert held["gradients"] == layout.own_trained * 4
+    assert held["moments"] == layout.own_trained * 8
+    received = layout.received
+    assert received["KDA: summaries and states", "forward"] == 24 * 2**20 * 63 // 64
+    assert received["DSA: latents and pool keys", "forward"] == LENGTH * (1024 + 64) * 63 // 64
+    assert received["MoE: tokens", "forward"] == OWN * 8 * 31 // 32 * D * 2 * 2
+
+
+def test_levers_move_or_shrink_what_they_say():
+    changed = published("memory.keep_every=7", "memory.optimizer=host", "memory.offload=none")
+    streams = changed.held["layer inputs"]
+    assert (streams.num_bytes, streams.place) == (13 * 4 * D * 2 * OWN, "device")
+    assert changed.held["moments"].place == changed.held["float32 copies"].place == "host"
+    assert changed.total("host") == changed.own_trained * 16
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["parallel.expert=64"], "must divide the model's 288 routed experts"),
+        (["parallel.expert=24"], "must divide the number of processes, 64"),
+        (["parallel.receive=16"], "must be at least parallel.expert = 32"),
+        (["memory.keep_every=44"], "memory.keep_every = 44"),
+        (["train.trainable=['vision']"], "vision"),
+    ],
+)
+def test_what_cannot_be_is_refused_and_leaves_no_pretended_ranks(overrides, words):
+    with pytest.raises(UserError, match=words):
+        published(*overrides)
+    assert not dist.is_initialized()
+
+
+def small(tmp_path, **changes):
+    config = tmp_path / "small.json"
+    config.write_text(json.dumps(architecture("KDKD", n_routed_experts=8, **changes).to_hf()))
+    overrides = [f"model.config={config}", "data.length=64", "run.dtype=float64", "evaluate.buckets=32"]
+    axes = ["parallel.data=2", "parallel.context=2", "parallel.expert=2", "parallel.receive=16"]
+    return load_recipe(NAME, [*overrides, *axes])
+
+
+def held_by_a_rank():
+    """Parameters of this rank, and bytes that came while one sequence of 64 tokens was scored."""
+    mesh = make_mesh(data=2, context=2, expert=2)
+    trained = parallelize(model("KDKD", n_routed_experts=8), mesh, receive=16)
+    own = sum(local_part(parameter).numel() for parameter in trained.parameters())
+    with torch.no_grad():
+        trained.token_logprobs(pack((64,)), levers=Levers(tile=8))
+    return own, dict(mesh.context.received)
+
+
+def test_real_ranks_hold_and_receive_what_is_counted(tmp_path):
+    recipe = small(tmp_path)
+    shape = Architecture.from_hf(json.loads((tmp_path / "small.json").read_text()))
+    for rank, (own, received) in enumerate(run_ranks(4, held_by_a_rank, start="fork", timeout=100)):
+        counted = layout_of(recipe, shape, rank)
+        assert counted.own_parameters == own
+        kda, dsa = (
+            counted.received[what, "forward"]
+            for what in ("KDA: summaries and states", "DSA: latents and pool keys")
+        )
+        assert 2 * kda == received["KDA summaries"] + received["KDA states"]
+        assert 2 * dsa == received["DSA latents"] + received["DSA pool keys"]
+
+
+def test_a_dry_run_without_data_says_what_was_not_checked(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    train(load_recipe(NAME), dry_run=True)
+    said = " ".join(capfd.readouterr().err.split())
+    assert "layer inputs │ 22.50" in said
+    assert "not checked: the data, since" in said and "hg38.fa.gz is not here" in said
+    assert "counted, not run" in said
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_dry_run_checks_the_data_that_is_here(tmp_path, capfd):
+    fasta = tmp_path / "x.fa"
+    fasta.write_text(">chr1\n" + "ACGT" * 300 + "\n>chr22\n" + "GATTACA" * 200 + "\n")
+    files = [f"data.sources.0.path={fasta}", f"evaluate.sources.0.path={fasta}", "data.length=64"]
+    files += ["data.sources.0.regions=['chr1']", f"data.cache={tmp_path / 'cache'}", "evaluate.buckets=32"]
+    train(load_recipe(NAME, files), dry_run=True)
+    assert "not checked" not in capfd.readouterr().err
+    with pytest.raises(UserError, match="chr9"):
+        train(load_recipe(NAME, [*files, "data.sources.0.regions=['chr9']"]), dry_run=True)
