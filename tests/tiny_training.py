@@ -12,7 +12,7 @@ from longstrand.config import TrainSection
 from longstrand.data import Pack
 from longstrand.model import load_model
 from longstrand.model.parallelize import parallelize
-from longstrand.parallel import as_stored, one_process
+from longstrand.parallel import as_stored, local_part, one_process
 from longstrand.train.optimizer import Optimizer, freeze_all_but, trained_names
 
 TOY = json.loads((resources.files("longstrand") / "configs/toy.json").read_text())
@@ -77,4 +77,8 @@ def whole(tensor):
 
 
 def weights(model):
-    return {name: whole(tensor).clone() for name, tensor in model.state_dict().items()}
+    """Whole on every rank."""
+    return {
+        name: whole(as_stored(local_part(tensor), tensor, model.mesh)).clone()
+        for name, tensor in model.state_dict().items()
+    }

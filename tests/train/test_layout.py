@@ -14,7 +14,7 @@ from longstrand.memory import Levers
 from longstrand.model.parallelize import parallelize
 from longstrand.parallel import local_part, make_mesh, run_ranks
 from longstrand.train.layout import layout_of
-from longstrand.train.sft import train
+from longstrand.train.sft import check
 from longstrand.trained import model_source
 
 NAME = "glm-5.3-flash_1m_64gpus"
@@ -142,7 +142,7 @@ def test_real_ranks_hold_and_receive_what_is_counted(tmp_path):
 
 def test_a_dry_run_without_data_says_what_was_not_checked(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
-    train(load_recipe(NAME), dry_run=True)
+    check(load_recipe(NAME))
     said = " ".join(capfd.readouterr().err.split())
     assert "layer inputs │ 22.50" in said
     assert "not checked: the data, since" in said and "hg38.fa.gz is not here" in said
@@ -155,7 +155,7 @@ def test_a_dry_run_checks_the_data_that_is_here(tmp_path, capfd):
     fasta.write_text(">chr1\n" + "ACGT" * 300 + "\n>chr22\n" + "GATTACA" * 200 + "\n")
     files = [f"data.sources.0.path={fasta}", f"evaluate.sources.0.path={fasta}", "data.length=64"]
     files += ["data.sources.0.regions=['chr1']", f"data.cache={tmp_path / 'cache'}", "evaluate.buckets=32"]
-    train(load_recipe(NAME, files), dry_run=True)
+    check(load_recipe(NAME, files))
     assert "not checked" not in capfd.readouterr().err
     with pytest.raises(UserError, match="chr9"):
-        train(load_recipe(NAME, [*files, "data.sources.0.regions=['chr9']"]), dry_run=True)
+        check(load_recipe(NAME, [*files, "data.sources.0.regions=['chr9']"]))
