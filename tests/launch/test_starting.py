@@ -101,7 +101,7 @@ def test_under_torchrun_no_other_way_to_start_is_taken(tmp_path):
 
 
 def test_where_ray_is_missing_the_error_says_what_to_install(tmp_path, monkeypatch):
-    write_inputs(tmp_path, steps=1)
+    write_inputs(tmp_path, steps=3)
     monkeypatch.setitem(sys.modules, "ray.train", None)
     with pytest.raises(UserError, match=r'Ray is not installed; pip install "longstrand\[ray\]"'):
         start_training(lambda: load_recipe(tmp_path / "recipe.toml"), {}, ray="local")

@@ -21,7 +21,7 @@ from longstrand.series import read_series
 from longstrand.state import load_checkpoint
 from longstrand.train import sft
 from longstrand.train.schedule import learning_rate
-from longstrand.train.sft import train
+from longstrand.train.sft import check, train
 from longstrand.train.signals import Stopped
 
 
@@ -197,7 +197,7 @@ def test_leftovers_of_a_killed_run_are_removed_and_counted(finished, tmp_path):
 
 def test_a_dry_run_says_what_would_run_and_makes_no_folder(tmp_path, capsys):
     recipe = recipe_in(tmp_path)
-    assert train(recipe, dry_run=True) == tmp_path / "run"
+    check(recipe)
     assert not (tmp_path / "run").exists()
     said = capsys.readouterr().err
     assert re.search(r"([\d,]+) parameters, \1 of them trained; 5 steps of 2 sequences of 128 tokens", said)
