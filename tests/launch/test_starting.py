@@ -102,6 +102,13 @@ def test_under_torchrun_no_other_way_to_start_is_taken(tmp_path):
         start_training(lambda: load_recipe(tmp_path / "recipe.toml"), environment, workers=2)
 
 
+def test_where_ray_is_missing_the_error_says_what_to_install(tmp_path, monkeypatch):
+    write_inputs(tmp_path, steps=3)
+    monkeypatch.setitem(sys.modules, "ray.train", None)
+    with pytest.raises(UserError, match=r'Ray is not installed; pip install "longstrand\[ray\]"'):
+        start_training(lambda: load_recipe(tmp_path / "recipe.toml"), {}, ray="local")
+
+
 def test_torchrun_trains_and_what_it_refuses_is_said_once(tmp_path):
     code, said = ended(tmp_path, launcher=TORCHRUN)
     assert code == 0, said

@@ -57,15 +57,10 @@ def train_through_ray(
         Stopped: SIGINT or SIGTERM came here; the workers were ended.
         RunFailed: a worker was killed, or failed in another way (with its traceback).
     """
-    for name, value in _SETTINGS.items():
-        environment.setdefault(name, value)
-    try:
-        import ray
-        from ray.train import TrainingFailedError
-    except ImportError as error:
-        raise UserError(
-            f'--ray {address}: Ray is not installed; pip install "longstrand[ray]", or start with --workers or torchrun'
-        ) from error
+    _require_ray(address, environment)
+    import ray
+    from ray.train import TrainingFailedError
+
     started = Started(ray=address)
     go_on = started.resume_command(Path(recipe.run.out).expanduser().absolute(), workers)
     # Twice, since Ray takes SIGTERM for itself when it starts.
@@ -90,6 +85,18 @@ def train_through_ray(
                 raise Stopped(signal.SIGINT, f"the workers were ended; go on with {go_on}") from None
         run: Path = ray.get(desk.outcome.remote())
         return run
+
+
+def _require_ray(address: str, environment: MutableMapping[str, str]) -> None:
+    """Sets what Ray reads when it is imported, and imports it."""
+    for name, value in _SETTINGS.items():
+        environment.setdefault(name, value)
+    try:
+        import ray.train  # noqa: F401 - whether it can be
+    except ImportError as error:
+        raise UserError(
+            f'--ray {address}: Ray is not installed; pip install "longstrand[ray]", or start with --workers or torchrun'
+        ) from error
 
 
 class _Desk:
