@@ -61,6 +61,7 @@ ISSUES: dict[str, dict[str, str]] = {  # issue -> figure -> module, or module:fu
         "balance": "balance",
         "scale": "scale",
         "reshard": "reshard",
+        "caught": "caught",
         "ray": "ray_run",
     },
 }
