@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from longstrand.bench import _small_models as small
 from longstrand.bench._arguments import command_line
@@ -19,6 +20,7 @@ from longstrand.data.pack import Pack
 from longstrand.memory import Levers
 from longstrand.model import Model, SideLosses
 from longstrand.model.parallelize import parallelize
+from longstrand.ops.precision import wide_dtype
 from longstrand.parallel import Mesh, as_stored, local_part, make_mesh, one_process, run_ranks
 
 LIMIT = 1e-10
@@ -148,27 +150,55 @@ def _sum_counts(model: Model, side: SideLosses, mesh: Mesh) -> None:
 def _whole_gradient(parameter: Tensor, mesh: Mesh) -> Tensor:
     """Of a parameter, whatever part of it is here; zeros where nothing reached it."""
     part = local_part(parameter)
-    grad = (
-        torch.zeros_like(part, dtype=torch.float64) if parameter.grad is None else local_part(parameter.grad)
-    )
-    whole: Any = as_stored(grad.detach().clone(), parameter, mesh)
-    return whole.full_tensor() if whole.shape != grad.shape or hasattr(whole, "full_tensor") else grad
+    nothing = torch.zeros_like(part, dtype=wide_dtype(part.dtype))
+    grad = nothing if parameter.grad is None else local_part(parameter.grad).detach().clone()
+    whole = as_stored(grad, parameter, mesh)
+    return whole.full_tensor() if isinstance(whole, DTensor) else whole
 
 
 def measure(axes: Sequence[Axes] = AXES, cases: Sequence[Case] = CASES) -> list[dict[str, Any]]:
-    """One record per mesh."""
-    return [_record(each, cases) for each in axes]
+    """One record per mesh, and one in bfloat16."""
+    return [*(_record(each, cases) for each in axes), bfloat16_record()]
+
+
+def bfloat16_record(axes: Axes = (1, 2, 1)) -> dict[str, Any]:
+    """Ranks round as one process does: both against float64, and what is kept in float32 stays so.
+
+    The error is the norm of the difference of all gradients together over that of the gradients.
+    """
+    case = Case(TWO, mode="frozen", dtype=torch.bfloat16)
+    truth, single = one(replace(case, dtype=torch.float64)), one(case)
+    ((found,), *_) = run_ranks(axes[0] * axes[1], on_ranks, [case], axes, start="fork", timeout=600)
+    errors = [_error(each, truth) for each in (single, found)]
+    narrow = [n for n, value in found.items() if n.startswith("gradient") and value.dtype != torch.float32]
+    ratio = errors[1] / errors[0]
+    return {
+        "name": f"bfloat16, {_name(axes)}: error over that of one process",
+        "asked": 2.0,
+        "measured": ratio,
+        "pass": ratio <= 2 and not narrow,
+        "detail": {"error of one process, of ranks": errors, "gradients not in float32": narrow},
+    }
+
+
+def _error(found: dict[str, Tensor], truth: dict[str, Tensor]) -> float:
+    names = [name for name in truth if name.startswith("gradient")]
+    wrong = sum(float((found[name].double() - truth[name]).square().sum()) for name in names)
+    return float((wrong / sum(float(truth[name].square().sum()) for name in names)) ** 0.5)
+
+
+def _name(axes: Axes) -> str:
+    return " x ".join(
+        f"{name} {size}" for name, size in zip(("data", "context", "expert"), axes, strict=True) if size > 1
+    )
 
 
 def _record(axes: Axes, cases: Sequence[Case]) -> dict[str, Any]:
     found = differences(cases, axes)
     value, where = max(found)
     by_case = {str(case): list(each) for case, each in zip(cases, found, strict=True)}
-    name = " x ".join(
-        f"{n} {size}" for n, size in zip(("data", "context", "expert"), axes, strict=True) if size > 1
-    )
     return {
-        "name": name,
+        "name": _name(axes),
         "asked": LIMIT,
         "measured": value,
         "pass": value <= LIMIT,
