@@ -18,7 +18,7 @@ from longstrand.errors import RunFailed, UserError
 from longstrand.launch import start_training
 from longstrand.launch.starting import require_fit
 from longstrand.model import load_model, save_model
-from longstrand.parallel import make_mesh, processes, run_ranks
+from longstrand.parallel import make_mesh, mesh, processes, run_ranks
 from longstrand.train.run_folder import Started
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m")
@@ -161,18 +161,19 @@ def test_workers_stop_at_the_same_step_and_none_outlives_the_one_who_waits(tmp_p
 def _others_wait(axis_name):
     from longstrand.launch.ranks import _others_needed
 
-    mesh = make_mesh(data=2, context=1, expert=1)
-    with _others_needed(mesh.world):
-        if mesh.world.rank == 1:
+    ranks = make_mesh(data=2, context=1, expert=1)
+    with _others_needed(ranks.world):
+        if ranks.world.rank == 1:
             time.sleep(300)
-        getattr(mesh, axis_name).total(1.0)
+        getattr(ranks, axis_name).total(1.0)
 
 
 @pytest.mark.parametrize("axis_name", ["world", "data"])
 def test_a_rank_that_stands_still_ends_the_run_once_the_others_have_waited_long_enough(
     axis_name, monkeypatch
 ):
-    monkeypatch.setattr(processes, "MEETING_SECONDS", 2)
+    for module in (processes, mesh):
+        monkeypatch.setattr(module, "MEETING_SECONDS", 2)
     words = r"rank 0 of 2 on .*: another rank did not answer in time \(.*2000ms"
     with pytest.raises(RunFailed, match=words):
         run_ranks(2, _others_wait, axis_name, start="fork", timeout=60)
