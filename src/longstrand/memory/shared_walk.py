@@ -14,15 +14,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from longstrand.memory.borders import Borders
-from longstrand.memory.protocol import Choices
+from longstrand.memory.protocol import Choices, ScanLayer, SideLosses
 from longstrand.memory.streams import Stream
-from longstrand.memory.tiles import SegmentTiles, Tile
+from longstrand.memory.tiles import PackLayout, SegmentTiles, Tile
 from longstrand.memory.walk import Walk, rows_of
 
 Read = Callable[[Tile], Tensor]
@@ -100,12 +100,37 @@ class Passage(Protocol):
     def tails_back(self) -> Tensor:
         """Gradient of the input's last rows of each segment, from what later segments sent back."""
 
+    def rest(self) -> None:
+        """Forward is done: frees what the way back gathers anew."""
+
+    def warm_up(self, read: Read, segments: Sequence[SegmentTiles]) -> None:
+        """Adds the indexer's loss and its gradients, from all tiles and ranks; for a layer that learns to select."""
+
+
+@runtime_checkable
+class SharedLayer(ScanLayer, Protocol):
+    """A layer whose packs several ranks may share."""
+
+    def meet(self, read: Read, layout: PackLayout, tile_size: int, side: SideLosses, keeps: Keeps) -> Passage:
+        """The first pass over the tiles, and what the ranks exchange after it."""
+
+    def meet_again(
+        self,
+        passage: Passage,
+        read: Read,
+        layout: PackLayout,
+        tile_size: int,
+        side: SideLosses,
+        keeps: Keeps,
+    ) -> Passage:
+        """What the way back needs of it, exchanged anew where it was not kept."""
+
 
 @dataclass
 class SharedWalk(Walk):
     """The pass of one rank; see `Walk`."""
 
-    passages: dict[int, Any] = field(default_factory=dict)
+    passages: dict[int, Passage] = field(default_factory=dict)
     halves: dict[int, dict[int, HalvedGraph]] = field(default_factory=dict)  # without recompute
 
     def _forward_layer(self, index: int, source: Stream | None, put: Callable[[Tile, Tensor], None]) -> None:
@@ -208,8 +233,8 @@ class SharedWalk(Walk):
                 done.free()
             del self.choices[index], self.borders[index], self.passages[index]
 
-    def _shared(self, index: int) -> Any:
-        return self.layers[index]
+    def _shared(self, index: int) -> SharedLayer:
+        return cast(SharedLayer, self.layers[index])
 
 
 class _LayerBack:
@@ -222,9 +247,9 @@ class _LayerBack:
         self.segments: list[SegmentTiles] = walk.layout.segment_tiles(size)
         self.choices, self.borders = walk.choices.pop(index), walk.borders.pop(index)
         self.graphs = walk.halves.pop(index)
-        self.passage: Any = walk.passages.pop(index)
+        self.passage: Passage = walk.passages.pop(index)
         if self.recompute:
-            layer: Any = walk.layers[index]
+            layer = walk._shared(index)
             self.passage = layer.meet_again(
                 self.passage, self._read, walk.layout, size, walk.side, self.keeps
             )

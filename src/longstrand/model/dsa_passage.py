@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -169,26 +169,27 @@ class DsaPassage:
         torch.autograd.backward(rows, d_rows.to(rows.dtype))
         return cut.join()
 
+    @torch.enable_grad()
     def warm_up(self, read: Read, segments: Sequence[SegmentTiles]) -> None:
         """Adds the indexer's loss and its gradients, from all tiles and ranks."""
-        for _, keys in self._index_keys(read, segments):
-            q_resid = self._attention.query_residual(keys.h)
-            torch.autograd.backward(*keys.dense_loss(q_resid, self._side))
+        for segment in reversed(segments):
+            for tile in segment.back():
+                keys = self._index_keys(read(tile), tile)
+                q_resid = self._attention.query_residual(keys.h)
+                torch.autograd.backward(*keys.dense_loss(q_resid, self._side))
         self._exchange_keys_back()
-        d_tail: Tensor | None = None
-        for tile, keys in self._index_keys(read, segments):
-            d_tail = keys.walk_back(d_tail, self._opened.d_keys(keys.pools))
-            for segment in segments:
-                if segment.spans[0][2] == tile.index:
-                    self.entered(segment.number, d_tail)
-                    d_tail = None
+        for segment in reversed(segments):
+            d_tail: Tensor | None = None
+            for tile in segment.back():
+                keys = self._index_keys(read(tile), tile)
+                d_tail = keys.walk_back(d_tail, self._opened.d_keys(keys.pools))
+            self.entered(segment.number, d_tail)
         d_rows = self._halo.give_back(self._d_before, "DSA halo gradients")
         if not len(self._tails):
             return
         with torch.no_grad():
             h = self._layer.enter_mixer(self._tails)[0]
-        with torch.enable_grad():
-            rows = self._halo_rows(h)
+        rows = self._halo_rows(h)
         torch.autograd.backward(rows, d_rows.to(rows.dtype))
 
     @cached_property
@@ -272,15 +273,8 @@ class DsaPassage:
         brought = indexer.keys_and_gates(h.detach())  # the indexer's loss does not reach the input
         return torch.cat([latents, brought.detach() if self._side.indexer == "frozen" else brought], dim=-1)
 
-    def _index_keys(self, read: Read, segments: Sequence[SegmentTiles]) -> Iterable[tuple[Tile, IndexKeys]]:
-        """The pool keys of each tile with their graph, last tile first."""
-        for segment in reversed(segments):
-            for tile in segment.back():
-                with torch.no_grad():
-                    h = self._layer.enter_mixer(read(tile))[0]
-                with torch.enable_grad():
-                    entered = self._entered(tile)
-                    yield (
-                        tile,
-                        IndexKeys(self._attention, h, tile, entered, self._opened.d_pool_keys),
-                    )
+    def _index_keys(self, x: Float[Tensor, "T R D"], tile: Tile) -> IndexKeys:
+        """The pool keys of a tile with their graph."""
+        with torch.no_grad():
+            h = self._layer.enter_mixer(x)[0]
+        return IndexKeys(self._attention, h, tile, self._entered(tile), self._opened.d_pool_keys)

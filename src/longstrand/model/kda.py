@@ -28,9 +28,6 @@ class KdaCarry:
     tail: Float[Tensor, "B J1 C"]  # the last inputs of the convolution
     state: Float[Tensor, "B H K V"]  # float32 or wider
 
-    def leaf(self) -> KdaCarry:
-        return KdaCarry(self.tail.detach().requires_grad_(), self.state.detach().requires_grad_())
-
 
 class Kda(nn.Module):
     """Kimi delta attention; parameters carry the checkpoint's names."""

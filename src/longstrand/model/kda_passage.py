@@ -11,7 +11,7 @@ from torch import Tensor
 
 from longstrand.memory.protocol import Choices, SideLosses
 from longstrand.memory.shared_walk import HalvedGraph, Keeps, Read, read_tails
-from longstrand.memory.tiles import PackLayout, Tile
+from longstrand.memory.tiles import PackLayout, SegmentTiles, Tile
 from longstrand.model.index_keys import gradient_of
 from longstrand.model.kda import KdaCarry, Rule
 from longstrand.model.layer import Cut, Site
@@ -139,6 +139,9 @@ class KdaPassage:
 
     def rest(self) -> None:
         """All is small, and needed again."""
+
+    def warm_up(self, read: Read, segments: Sequence[SegmentTiles]) -> None:
+        raise AssertionError("a layer without an indexer has nothing to warm up")
 
     def forward_tile(
         self, tile: Tile, x: Tensor, carry: KdaCarry, choices: Choices, *, choose: bool
