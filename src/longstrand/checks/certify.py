@@ -11,6 +11,7 @@ import torch
 from rich.console import Console
 
 from longstrand.checks.certificate import WIDTH, Certificate, Check
+from longstrand.checks.comparing import Difference
 from longstrand.checks.computing import Start
 from longstrand.checks.plan import Subject
 from longstrand.checks.sample import num_tokens
@@ -81,7 +82,10 @@ def certify(
                 continue
             progress.print(f"certify: {planned.name}, {planned.settings} ...", highlight=False, markup=False)
             began = time.perf_counter()
-            difference = planned.measure()
+            try:
+                difference = planned.measure()
+            except CheckFailed as failed:  # what a step refuses, such as a loss that is not finite
+                difference = Difference.refused(str(failed))
             seconds = time.perf_counter() - began
             checks.append(Check(planned.name, planned.settings, difference, planned.limit, seconds))
     return Certificate(subject.words, num_tokens(subject.packs), checks, subject.not_checked)

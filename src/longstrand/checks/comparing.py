@@ -56,6 +56,11 @@ class Difference:
     where: str | None
     norm: float | None = None
 
+    @classmethod
+    def refused(cls, words: str) -> Difference:
+        """Of a step that was not taken, in its own words."""
+        return cls(math.nan, None, math.nan, "", words)
+
 
 def compare(found: Found, truth: Found, names: Names, limit: float) -> Difference:
     """How far `found` is from `truth`, and which part is the first to exceed `limit`: forward, then backward."""
