@@ -208,10 +208,10 @@ class MemorySection(Record):
 
     @model_validator(mode="after")
     def _something_is_recomputed(self) -> MemorySection:
-        if not self.recompute and (self.keep_every > 1 or self.offload != "none"):
+        if not self.recompute and (self.keep_every > 1 or self.offload != "none" or self.keep_fronts):
             raise ValueError(
-                "recompute = false: keeps all activations on the device, so that keep_every and offload would save "
-                "nothing; set recompute = true, or remove them"
+                "recompute = false: keeps all activations on the device, so that keep_every, offload and keep_fronts "
+                "would save nothing; set recompute = true, or remove them"
             )
         return self
 
@@ -302,6 +302,11 @@ class Recipe(Record):
             raise ValueError(
                 'memory.recompute = false: train.indexer = "warmup" and train.balance = "aux" need a whole '
                 "forward pass before the first gradient; set memory.recompute = true"
+            )
+        if self.memory.keep_fronts and self.parallel.context == 1:
+            raise ValueError(
+                "memory.keep_fronts = true: parallel.context = 1 takes each tile once, so that there is nothing to keep; "
+                "remove it, or share sequences (parallel.context)"
             )
         if self.kernels.cpu == "native" and self.run.dtype == "float64":
             raise ValueError(
