@@ -144,3 +144,18 @@ def test_a_resumed_run_keeps_its_levers_as_it_keeps_its_tile(plain):
         recipe = load_recipe(plain / "run.toml", [override])
         with pytest.raises(UserError, match=r"this run began with .*memory.spool, run.out, train.steps"):
             train(recipe, resume=True)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["memory.keep_fronts=true"], "with parallel.context = 1 a layer takes each tile once"),
+        (
+            ["memory.keep_fronts=true", "memory.recompute=false", "parallel.context=2"],
+            "keep_every, offload and keep_fronts would save nothing",
+        ),
+    ],
+)
+def test_fronts_that_nothing_would_need_are_refused(tmp_path, overrides, says):
+    with pytest.raises(UserError, match=says):
+        recipe_in(tmp_path, *overrides)

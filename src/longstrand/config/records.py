@@ -305,8 +305,8 @@ class Recipe(Record):
             )
         if self.memory.keep_fronts and self.parallel.context == 1:
             raise ValueError(
-                "memory.keep_fronts = true: parallel.context = 1 takes each tile once, so that there is nothing to keep; "
-                "remove it, or share sequences (parallel.context)"
+                "memory.keep_fronts = true: with parallel.context = 1 a layer takes each tile once, so that there is "
+                "nothing to keep; remove it, or raise parallel.context"
             )
         if self.kernels.cpu == "native" and self.run.dtype == "float64":
             raise ValueError(
