@@ -198,11 +198,12 @@ def _sum_by_position(
     own: list[_Scored] = []
     for pack in _passes(packs, mesh):
         before = mesh.data.rank + mesh.data.size * sum(len(one.ids) for one in own)
-        with together(mesh.world):
+        # A rank without a document takes part: weights and experts are reached by all ranks at once. What fails here
+        # on one rank alone ends its process: others may wait for it in an exchange.
+        logprobs = _logprobs(model, _NOTHING if pack is None else pack, tile, mesh)
+        with together(mesh.world):  # judged and summed, without an exchange: what one rank refuses all refuse
             if pack is not None:
-                own.append(_score(model, pack, edges, tile, mesh, before))
-            else:  # weights and experts are reached by all ranks at once
-                _logprobs(model, _NOTHING, tile)
+                own.append(_score(pack, logprobs, edges, before))
     scored = _in_order(from_all(mesh.data, own))
     num_buckets = len(edges) - 1
     sums = [one.sums for one in scored] or [np.zeros((2, 0, num_buckets))]
@@ -233,10 +234,8 @@ def _in_order(dealt: Sequence[Sequence[_Scored]]) -> list[_Scored]:
     return [own[number] for number in range(passes) for own in dealt if number < len(own)]
 
 
-def _score(
-    model: ScoresTokens, pack: Pack, edges: Sequence[int], tile: int, mesh: Mesh, documents_before: int
-) -> _Scored:
-    nats = _target_nats(model, pack, tile, mesh, documents_before)
+def _score(pack: Pack, logprobs: Tensor, edges: Sequence[int], documents_before: int) -> _Scored:
+    nats = _target_nats(pack, logprobs, documents_before)
     num_buckets = len(edges) - 1
     bucket = _bucket_of_targets(pack, edges)
     scored = (pack.targets != NO_TARGET) & (pack.weight != 0)
@@ -252,10 +251,8 @@ def _score(
     )
 
 
-def _target_nats(model: ScoresTokens, pack: Pack, tile: int, mesh: Mesh, documents_before: int) -> Tensor:
-    """-log p of each target in float64, [T]; 0 where there is no target."""
-    # Each context rank has those of its own tokens. What is refused is so afterwards: no rank is left waiting.
-    logprobs = mesh.context.sum(_logprobs(model, pack, tile), "log-probabilities")
+def _target_nats(pack: Pack, logprobs: Tensor, documents_before: int) -> Tensor:
+    """-log p of each target, [T]; 0 where there is no target."""
     if bool((pack.weight < 0).any()):
         raise UserError("evaluation: a target has a negative weight; weights must be 0 or above")
     bad = ~torch.isfinite(logprobs) & (pack.targets != NO_TARGET)
@@ -269,9 +266,11 @@ def _target_nats(model: ScoresTokens, pack: Pack, tile: int, mesh: Mesh, documen
     return -logprobs
 
 
-def _logprobs(model: ScoresTokens, pack: Pack, tile: int) -> Tensor:
+def _logprobs(model: ScoresTokens, pack: Pack, tile: int, mesh: Mesh) -> Tensor:
+    """log p of each target in float64, [T], on all ranks that share the pack; 0 where there is no target."""
     with torch.no_grad():
-        return model.token_logprobs(pack, levers=Levers(tile=tile)).detach().to("cpu", torch.float64)
+        own = model.token_logprobs(pack, levers=Levers(tile=tile)).detach().to("cpu", torch.float64)
+    return mesh.context.sum(own, "log-probabilities")
 
 
 def _bucket_of_targets(pack: Pack, edges: Sequence[int]) -> Tensor:

@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 
 from longstrand.config import Recipe
-from longstrand.errors import RunFailed
-from longstrand.parallel import Axis, make_mesh, together
+from longstrand.errors import RunFailed, UserError
+from longstrand.parallel import Axis, make_mesh, said_once
 from longstrand.train.run_folder import Started
 from longstrand.train.sft import train
 
@@ -32,7 +32,7 @@ def train_as_rank(recipe: Recipe, world: Axis, *, resume: bool, started: Started
     """
     sizes = recipe.parallel
     with _others_needed(world):
-        with together(world):
+        with said_once(world, UserError):  # sizes that do not fit; no rank has waited for another then
             mesh = make_mesh(data=sizes.data, context=sizes.context, expert=sizes.expert)
         return train(recipe, resume=resume, mesh=mesh, started=started)
 
