@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -83,6 +83,7 @@ def evaluate_series(
     name: str,
     step: int,
     mesh: Mesh | None = None,
+    between: Callable[[], None] = lambda: None,
 ) -> Series:
     """One evaluation as evaluate.json holds it: buckets, totals, and sums per document for paired intervals.
 
@@ -92,12 +93,14 @@ def evaluate_series(
         packs: those of this data rank. Of D ranks, rank d has packs d, d + D, d + 2D, ... of all, and every rank gets
             the series of all of them, in their order; some may have one less than others.
         mesh: the ranks that score together; None: this process alone.
+        between: called before each pass, by all ranks alike; what it raises ends the evaluation.
 
     Raises:
         UserError: edges that do not increase.
         CheckFailed: a log-probability that is not finite.
     """
-    return series_from(_sum_by_position(model, packs, edges, tile, mesh or one_process()), name, step)
+    sums = _sum_by_position(model, packs, edges, tile, mesh or one_process(), between)
+    return series_from(sums, name, step)
 
 
 def run_evaluation(
@@ -191,12 +194,18 @@ class _Scored:
 
 
 def _sum_by_position(
-    model: ScoresTokens, packs: Iterable[Pack], edges: Sequence[int], tile: int, mesh: Mesh
+    model: ScoresTokens,
+    packs: Iterable[Pack],
+    edges: Sequence[int],
+    tile: int,
+    mesh: Mesh,
+    between: Callable[[], None] = lambda: None,
 ) -> BucketSums:
     """Sums per document and bucket; packs are drawn one at a time and none is kept."""
     edges = check_edges(edges)
     own: list[_Scored] = []
     for pack in _passes(packs, mesh):
+        between()
         before = mesh.data.rank + mesh.data.size * sum(len(one.ids) for one in own)
         # A rank without a document takes part: weights and experts are reached by all ranks at once. What fails here
         # on one rank alone ends its process: others may wait for it in an exchange.

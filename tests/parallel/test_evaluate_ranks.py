@@ -83,7 +83,9 @@ def refused_on_ranks():
 def test_what_one_rank_refuses_all_refuse_and_that_one_says():
     (words, first), (same, second) = run_ranks(2, refused_on_ranks, start="fork", timeout=30)
     assert words == same
-    assert words.startswith("evaluation: 8 log-probabilities are not finite, the first in document 1 at token 0;")
+    assert words.startswith(
+        "evaluation: 8 log-probabilities are not finite, the first in document 1 at token 0;"
+    )
     assert (first, second) == (True, False)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -45,12 +46,18 @@ def evaluation_packs(recipe: Recipe, data: Data) -> dict[str, DocumentPacks]:
 
 
 def evaluate_once(
-    run: Path, recipe: Recipe, training: Training, packs: dict[str, DocumentPacks], when: str
+    run: Path,
+    recipe: Recipe,
+    training: Training,
+    packs: dict[str, DocumentPacks],
+    when: str,
+    between: Callable[[], None],
 ) -> None:
     """Scores what evaluate.json does not hold yet for this step, with all ranks; the first one writes.
 
     Args:
         when: "before" or "after".
+        between: called before each pass, by all ranks alike; what it raises ends the evaluation.
     """
     mesh, tile = training.mesh, recipe.memory.tile
     held = by_first(mesh.world, lambda: _held(run))
@@ -61,7 +68,7 @@ def evaluate_once(
             continue
         _log.info("evaluating %s training: %d sequences", name, len(documents))
         own = documents.dealt(mesh.data.rank, mesh.data.size)
-        series = evaluate_series(training.model, own, edges, tile, name, training.step, mesh)
+        series = evaluate_series(training.model, own, edges, tile, name, training.step, mesh, between)
         by_first(mesh.world, partial(append_series, run, series))
         if series["nats"] is not None:
             _log.info("%s: %.4f nats over %d targets", name, series["nats"], series["tokens"])
