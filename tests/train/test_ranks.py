@@ -190,6 +190,22 @@ def test_what_the_first_rank_refuses_all_refuse(tmp_path):
         train(recipe)
 
 
+def _resumed(recipe):
+    try:
+        train(recipe, resume=True)
+    except UserError as refused:
+        return str(refused), refused.said_by_another
+
+
+def test_a_checkpoint_beyond_the_steps_is_said_by_the_first_rank_alone(tmp_path):
+    brief = ("train.steps=3", "evaluate.before=false")
+    train(_recipe(tmp_path, *brief, out="two"))
+    less = _recipe(tmp_path, *brief, "train.steps=2", "parallel.data=2", out="two")
+    found = run_ranks(2, _resumed, less, start="fork", timeout=100)
+    words = "train.steps = 2: the newest checkpoint is of step 3; set train.steps to 3 or more"
+    assert found == [(words, False), (words, True)]
+
+
 def _train_with_a_full_disk(recipe):
     if torch.distributed.get_rank() == 0:
         return train(recipe)
