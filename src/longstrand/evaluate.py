@@ -24,7 +24,7 @@ from longstrand.data import Data, Pack, open_data, open_evaluation
 from longstrand.data.pack import NO_TARGET
 from longstrand.errors import CheckFailed, UserError
 from longstrand.memory import Levers
-from longstrand.parallel import Mesh, all_ranks, from_all, one_process, together
+from longstrand.parallel import Mesh, all_ranks, from_all, one_process, said_once, together
 from longstrand.peak_memory import PeakMemory
 from longstrand.series import Series, append_series, series_from
 from longstrand.trained import Trained, load_trained
@@ -147,11 +147,11 @@ def run_evaluation(
     say(trained.beyond(length))
     with together(mesh.world):
         held_out = _open_files(trained, data, length, tokenizer)
+        documents = held_out.documents("held_out", length=length).dealt(mesh.data.rank, mesh.data.size)
+        edges = default_edges(length, buckets)
     say(_shared_with_training(trained, held_out))
-    documents = held_out.documents("held_out", length=length).dealt(mesh.data.rank, mesh.data.size)
     trained.spread(mesh)
     progress = track(documents, "scoring", console=errors, transient=True, disable=as_json)
-    edges = default_edges(length, buckets)
     with PeakMemory() as memory:
         began = time.perf_counter()
         name, step = trained.name, trained.step
@@ -202,7 +202,8 @@ def _sum_by_position(
     between: Callable[[], None] = lambda: None,
 ) -> BucketSums:
     """Sums per document and bucket; packs are drawn one at a time and none is kept."""
-    edges = check_edges(edges)
+    with said_once(mesh.world, UserError):
+        edges = check_edges(edges)
     own: list[_Scored] = []
     for pack in _passes(packs, mesh):
         between()

@@ -36,7 +36,7 @@ FOLDER = "checkpoints"
 VERSION = 1
 _NAME = re.compile(r"step_(\d{6,})")
 _SAVING, _DELETING = ".saving_", ".deleting_"
-_REFUSALS = (OSError, RuntimeError, CheckpointException)
+_REFUSALS: tuple[type[BaseException], ...] = (OSError, RuntimeError, CheckpointException)
 _ALONE = Axis("world")
 _log = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ def save_checkpoint(
         _sync(checkpoints)
 
     # Of several ranks all meet a CheckpointException; a RuntimeError in an exchange says that another rank is gone.
-    of_all: tuple[type[Exception], ...] = (CheckpointException,)
+    of_all: tuple[type[BaseException], ...] = (CheckpointException,)
     try:
         by_first(world, begin)
         with (
@@ -211,7 +211,7 @@ def require_space(run: Path, tensors: Mapping[str, Tensor], step: int) -> None:
 
 
 @contextmanager
-def _written(checkpoints: Path, step: int, kinds: tuple[type[Exception], ...]) -> Iterator[None]:
+def _written(checkpoints: Path, step: int, kinds: tuple[type[BaseException], ...]) -> Iterator[None]:
     """Says of such an error which checkpoint is not written, and what is left."""
     try:
         yield

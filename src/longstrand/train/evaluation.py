@@ -9,8 +9,9 @@ from pathlib import Path
 
 from longstrand.config import Recipe
 from longstrand.data import Data, DocumentPacks, open_evaluation
+from longstrand.errors import UserError
 from longstrand.evaluate import append_series, default_edges, evaluate_series
-from longstrand.parallel import by_first
+from longstrand.parallel import by_first, said_once
 from longstrand.series import read_series
 from longstrand.train.saving import Training
 
@@ -61,7 +62,8 @@ def evaluate_once(
     """
     mesh, tile = training.mesh, recipe.memory.tile
     held = by_first(mesh.world, lambda: _held(run))
-    edges = default_edges(recipe.evaluate.length or recipe.data.length, recipe.evaluate.buckets)
+    with said_once(mesh.world, UserError):
+        edges = default_edges(recipe.evaluate.length or recipe.data.length, recipe.evaluate.buckets)
     for prefix, documents in packs.items():
         name = f"{prefix}{when}"
         if (name, training.step) in held:

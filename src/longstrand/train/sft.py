@@ -23,7 +23,7 @@ from longstrand.memory import Levers, levers_of
 from longstrand.model import Model, kernels, load_model
 from longstrand.model.parallelize import parallelize
 from longstrand.ops.native import native_state
-from longstrand.parallel import Mesh, all_ranks, by_first, make_mesh, one_process, said_once, together
+from longstrand.parallel import Mesh, by_first, make_mesh, one_process, said_once, together
 from longstrand.peak_memory import SOURCE, PeakMemory
 from longstrand.state import checkpoint_bytes, require_space
 from longstrand.train.dry_run import check_layout
@@ -113,7 +113,7 @@ def check(recipe: Recipe, *, resume: bool = False) -> None:
     with logged_to(Console(stderr=True), None):
         check_unused(Path(recipe.run.out), resume=resume)
         resolved = resolve_recipe(recipe)
-        if resolved.parallel.world > all_ranks().size:
+        if resolved.parallel.world > 1:
             check_layout(resolved, Console(stderr=True, width=100))
             return
         prepared = prepare(resolved)
