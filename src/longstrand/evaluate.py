@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -24,7 +24,7 @@ from longstrand.data import Data, Pack, open_data, open_evaluation
 from longstrand.data.pack import NO_TARGET
 from longstrand.errors import CheckFailed, UserError
 from longstrand.memory import Levers
-from longstrand.parallel import Mesh, all_ranks, from_all, one_process, together
+from longstrand.parallel import Mesh, all_ranks, from_all, one_process, said_once, together
 from longstrand.peak_memory import PeakMemory
 from longstrand.series import Series, append_series, series_from
 from longstrand.trained import Trained, load_trained
@@ -83,6 +83,7 @@ def evaluate_series(
     name: str,
     step: int,
     mesh: Mesh | None = None,
+    between: Callable[[], None] = lambda: None,
 ) -> Series:
     """One evaluation as evaluate.json holds it: buckets, totals, and sums per document for paired intervals.
 
@@ -92,12 +93,14 @@ def evaluate_series(
         packs: those of this data rank. Of D ranks, rank d has packs d, d + D, d + 2D, ... of all, and every rank gets
             the series of all of them, in their order; some may have one less than others.
         mesh: the ranks that score together; None: this process alone.
+        between: called before each pass, by all ranks alike; what it raises ends the evaluation.
 
     Raises:
         UserError: edges that do not increase.
         CheckFailed: a log-probability that is not finite.
     """
-    return series_from(_sum_by_position(model, packs, edges, tile, mesh or one_process()), name, step)
+    sums = _sum_by_position(model, packs, edges, tile, mesh or one_process(), between)
+    return series_from(sums, name, step)
 
 
 def run_evaluation(
@@ -144,11 +147,11 @@ def run_evaluation(
     say(trained.beyond(length))
     with together(mesh.world):
         held_out = _open_files(trained, data, length, tokenizer)
+        documents = held_out.documents("held_out", length=length).dealt(mesh.data.rank, mesh.data.size)
+        edges = default_edges(length, buckets)
     say(_shared_with_training(trained, held_out))
-    documents = held_out.documents("held_out", length=length).dealt(mesh.data.rank, mesh.data.size)
     trained.spread(mesh)
     progress = track(documents, "scoring", console=errors, transient=True, disable=as_json)
-    edges = default_edges(length, buckets)
     with PeakMemory() as memory:
         began = time.perf_counter()
         name, step = trained.name, trained.step
@@ -191,18 +194,26 @@ class _Scored:
 
 
 def _sum_by_position(
-    model: ScoresTokens, packs: Iterable[Pack], edges: Sequence[int], tile: int, mesh: Mesh
+    model: ScoresTokens,
+    packs: Iterable[Pack],
+    edges: Sequence[int],
+    tile: int,
+    mesh: Mesh,
+    between: Callable[[], None] = lambda: None,
 ) -> BucketSums:
     """Sums per document and bucket; packs are drawn one at a time and none is kept."""
-    edges = check_edges(edges)
+    with said_once(mesh.world, UserError):
+        edges = check_edges(edges)
     own: list[_Scored] = []
     for pack in _passes(packs, mesh):
+        between()
         before = mesh.data.rank + mesh.data.size * sum(len(one.ids) for one in own)
-        with together(mesh.world):
+        # A rank without a document takes part: weights and experts are reached by all ranks at once. What fails here
+        # on one rank alone ends its process: others may wait for it in an exchange.
+        logprobs = _logprobs(model, _NOTHING if pack is None else pack, tile, mesh)
+        with together(mesh.world):  # judged and summed, without an exchange: what one rank refuses all refuse
             if pack is not None:
-                own.append(_score(model, pack, edges, tile, mesh, before))
-            else:  # weights and experts are reached by all ranks at once
-                _logprobs(model, _NOTHING, tile)
+                own.append(_score(pack, logprobs, edges, before))
     scored = _in_order(from_all(mesh.data, own))
     num_buckets = len(edges) - 1
     sums = [one.sums for one in scored] or [np.zeros((2, 0, num_buckets))]
@@ -233,10 +244,8 @@ def _in_order(dealt: Sequence[Sequence[_Scored]]) -> list[_Scored]:
     return [own[number] for number in range(passes) for own in dealt if number < len(own)]
 
 
-def _score(
-    model: ScoresTokens, pack: Pack, edges: Sequence[int], tile: int, mesh: Mesh, documents_before: int
-) -> _Scored:
-    nats = _target_nats(model, pack, tile, mesh, documents_before)
+def _score(pack: Pack, logprobs: Tensor, edges: Sequence[int], documents_before: int) -> _Scored:
+    nats = _target_nats(pack, logprobs, documents_before)
     num_buckets = len(edges) - 1
     bucket = _bucket_of_targets(pack, edges)
     scored = (pack.targets != NO_TARGET) & (pack.weight != 0)
@@ -252,10 +261,8 @@ def _score(
     )
 
 
-def _target_nats(model: ScoresTokens, pack: Pack, tile: int, mesh: Mesh, documents_before: int) -> Tensor:
-    """-log p of each target in float64, [T]; 0 where there is no target."""
-    # Each context rank has those of its own tokens. What is refused is so afterwards: no rank is left waiting.
-    logprobs = mesh.context.sum(_logprobs(model, pack, tile), "log-probabilities")
+def _target_nats(pack: Pack, logprobs: Tensor, documents_before: int) -> Tensor:
+    """-log p of each target, [T]; 0 where there is no target."""
     if bool((pack.weight < 0).any()):
         raise UserError("evaluation: a target has a negative weight; weights must be 0 or above")
     bad = ~torch.isfinite(logprobs) & (pack.targets != NO_TARGET)
@@ -269,9 +276,11 @@ def _target_nats(model: ScoresTokens, pack: Pack, tile: int, mesh: Mesh, documen
     return -logprobs
 
 
-def _logprobs(model: ScoresTokens, pack: Pack, tile: int) -> Tensor:
+def _logprobs(model: ScoresTokens, pack: Pack, tile: int, mesh: Mesh) -> Tensor:
+    """log p of each target in float64, [T], on all ranks that share the pack; 0 where there is no target."""
     with torch.no_grad():
-        return model.token_logprobs(pack, levers=Levers(tile=tile)).detach().to("cpu", torch.float64)
+        own = model.token_logprobs(pack, levers=Levers(tile=tile)).detach().to("cpu", torch.float64)
+    return mesh.context.sum(own, "log-probabilities")
 
 
 def _bucket_of_targets(pack: Pack, edges: Sequence[int]) -> Tensor:

@@ -30,12 +30,13 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
 from longstrand.errors import RunFailed, UserError
-from longstrand.parallel import Axis, by_first, together
+from longstrand.parallel import Axis, by_first, said_once, together
 
 FOLDER = "checkpoints"
 VERSION = 1
 _NAME = re.compile(r"step_(\d{6,})")
 _SAVING, _DELETING = ".saving_", ".deleting_"
+_REFUSALS: tuple[type[BaseException], ...] = (OSError, RuntimeError, CheckpointException)
 _ALONE = Axis("world")
 _log = logging.getLogger(__name__)
 
@@ -69,12 +70,14 @@ def save_checkpoint(
     target = checkpoints / f"step_{step:06d}"
     temporary = checkpoints / f"{_SAVING}{target.name}"
 
+    @_written(checkpoints, step, _REFUSALS)
     def begin() -> None:
         checkpoints.mkdir(parents=True, exist_ok=True)
         require_space(run, tensors, step)
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir()
 
+    @_written(checkpoints, step, _REFUSALS)
     def finish() -> None:
         _write_rest(temporary, step, trainer)
         check_checkpoint(temporary)
@@ -82,17 +85,20 @@ def save_checkpoint(
         temporary.rename(target)
         _sync(checkpoints)
 
+    # Of several ranks all meet a CheckpointException; a RuntimeError in an exchange says that another rank is gone.
+    of_all: tuple[type[BaseException], ...] = (CheckpointException,)
     try:
         by_first(world, begin)
-        _write_tensors(temporary / "state", tensors, world)
+        with (
+            said_once(world, RunFailed),
+            _written(checkpoints, step, of_all if world.size > 1 else _REFUSALS),
+        ):
+            _write_tensors(temporary / "state", tensors, world)
         by_first(world, finish)
-    except (OSError, RuntimeError, CheckpointException) as error:
+    except RunFailed:
         if world.rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)
-        raise RunFailed(
-            f"{checkpoints}: the checkpoint of step {step} cannot be written ({_reason(error)}); "
-            "older checkpoints are untouched; make room or choose another disk, then go on with --resume"
-        ) from error
+        raise
     return target
 
 
@@ -202,6 +208,18 @@ def require_space(run: Path, tensors: Mapping[str, Tensor], step: int) -> None:
             f"{run / FOLDER}: the checkpoint of step {step} needs {needed / 1e6:,.1f} MB and "
             f"{free / 1e6:,.1f} MB are free; make room, then go on with --resume"
         )
+
+
+@contextmanager
+def _written(checkpoints: Path, step: int, kinds: tuple[type[BaseException], ...]) -> Iterator[None]:
+    """Says of such an error which checkpoint is not written, and what is left."""
+    try:
+        yield
+    except kinds as error:
+        raise RunFailed(
+            f"{checkpoints}: the checkpoint of step {step} cannot be written ({_reason(error)}); "
+            "older checkpoints are untouched; make room or choose another disk, then go on with --resume"
+        ) from error
 
 
 def _write_tensors(folder: Path, tensors: Mapping[str, Tensor], world: Axis) -> None:

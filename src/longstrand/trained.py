@@ -13,7 +13,7 @@ from longstrand.errors import UserError
 from longstrand.model import Model, load_model
 from longstrand.model.parallelize import parallelize
 from longstrand.ops.native import NativeState, use_native
-from longstrand.parallel import Mesh, all_ranks, make_mesh, one_process
+from longstrand.parallel import Mesh, all_ranks, make_mesh, one_process, said_once
 from longstrand.state import FOLDER, latest_checkpoint, load_checkpoint
 
 _SHIPPED = Path(__file__).parent / "configs"
@@ -56,7 +56,8 @@ class Trained:
         """
         settings = ParallelSection() if self.recipe is None else self.recipe.parallel
         segments = None if settings.segments == "auto" else settings.segments
-        parallelize(self.model, mesh, segments=segments, receive=settings.receive or 4 * self.tile)
+        with said_once(mesh.world, UserError):  # every rank has the same model and sizes
+            parallelize(self.model, mesh, segments=segments, receive=settings.receive or 4 * self.tile)
         return self
 
     def mesh(self, context: int | None, expert: int | None) -> Mesh:
@@ -69,6 +70,10 @@ class Trained:
         Raises:
             UserError: sizes that do not fit the number of processes, or none where the run says nothing about so many.
         """
+        with said_once(all_ranks(), UserError):  # all were given the same
+            return self._mesh(context, expert)
+
+    def _mesh(self, context: int | None, expert: int | None) -> Mesh:
         world = all_ranks().size
         like = ParallelSection() if self.recipe is None else self.recipe.parallel
         if context is None and expert is None:

@@ -121,6 +121,47 @@ def test_torchrun_trains_and_what_it_refuses_is_said_once(tmp_path):
     assert said.count(f"holds a run already; go on with {go_on} (or") == 1
 
 
+def test_a_dry_run_under_torchrun_checks_the_layout(tmp_path):
+    code, said = ended(tmp_path, "--dry-run", launcher=TORCHRUN)
+    assert code == 0, said
+    assert said.count("rank 0 of 2: data 2 x context 1") == 1
+    assert not (tmp_path / "never_killed").exists()
+
+
+SCORED = """
+import os, sys
+import torch.distributed as dist
+from longstrand import evaluate
+from longstrand.cli import main
+from longstrand.errors import RunFailed
+
+plain = evaluate._logprobs
+def logprobs(*arguments):
+    if dist.get_rank() == 1:
+        raise RunFailed("this rank's disk is full")
+    return plain(*arguments)
+evaluate._logprobs = logprobs
+sys.argv = ["longstrand", *sys.argv[1:]]
+main()
+"""
+
+
+def test_what_a_later_rank_meets_alone_in_an_evaluation_is_said(tmp_path):
+    model = save_model(load_model(architecture("KD", vocab_size=256)), tmp_path / "model")
+    (tmp_path / "scored.py").write_text(SCORED)
+    (tmp_path / "x.fa").write_text(">a\nACGTTGCAACGTAC\n")
+    launcher = [*TORCHRUN[:-1], str(tmp_path / "scored.py"), "evaluate", str(model)]
+    asked = [sys.executable, *launcher, "--data", str(tmp_path / "x.fa"), "--length", "16", "--context"]
+    done = subprocess.run([*asked, "2"], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 1
+    assert done.stderr.count("error: this rank's disk is full") == 1, done.stderr
+    assert done.stderr.count("Traceback (most") == 1, done.stderr  # torchrun's own
+    refused = subprocess.run([*asked, "3"], capture_output=True, text=True, timeout=200)
+    assert refused.stderr.count("error: --context 3: must divide the number of processes, 2") == 1, (
+        refused.stderr
+    )
+
+
 def test_torchrun_generates_and_one_rank_speaks(tmp_path):
     model = save_model(load_model(architecture("KD", vocab_size=256)), tmp_path / "model")
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "longstrand"]
@@ -159,10 +200,10 @@ def test_workers_stop_at_the_same_step_and_none_outlives_the_one_who_waits(tmp_p
 
 
 def _others_wait(axis_name):
-    from longstrand.launch.ranks import _others_needed
+    from longstrand.launch.ranks import others_needed
 
     ranks = make_mesh(data=2, context=1, expert=1)
-    with _others_needed(ranks.world):
+    with others_needed(ranks.world):
         if ranks.world.rank == 1:
             time.sleep(300)
         getattr(ranks, axis_name).total(1.0)

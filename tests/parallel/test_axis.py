@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from longstrand.errors import RunFailed, UserError
-from longstrand.parallel import make_mesh, run_ranks
+from longstrand.parallel import all_ranks, make_mesh, processes, run_ranks, together
 
 
 def _exchanges():
@@ -58,6 +58,25 @@ def _fails(rank_that_fails, how):
 def test_one_rank_that_fails_ends_all(how, error, words):
     with pytest.raises(error, match=words):
         run_ranks(2, _fails, 1, how, start="fork", timeout=100)
+
+
+def _refuses_together():
+    with together(all_ranks()):
+        if all_ranks().rank == 0:
+            raise UserError("all refuse")
+
+
+def test_whoever_waits_for_the_ranks_says_their_error(monkeypatch):
+    plain = torch.save
+
+    def save(failure, path):  # the one for which another speaks is the first to write it down
+        (moment, *rest) = failure
+        plain((moment - 100 * path.endswith("writing_1"), *rest), path)
+
+    monkeypatch.setattr(processes.torch, "save", save)
+    with pytest.raises(UserError, match="all refuse") as refused:
+        run_ranks(2, _refuses_together, start="fork", timeout=100)
+    assert not refused.value.said_by_another
 
 
 def test_axes_that_do_not_fit_the_processes_are_refused():

@@ -5,6 +5,7 @@ import torch
 
 from longstrand.bench._small_models import architecture, documents, model
 from longstrand.data import Pack
+from longstrand.errors import CheckFailed, RunFailed
 from longstrand.evaluate import evaluate_series, run_evaluation
 from longstrand.model import load_model, save_model
 from longstrand.model.parallelize import parallelize
@@ -46,6 +47,46 @@ def test_every_rank_has_the_series_of_one_process(axes):
     for found in run_ranks(axes[0] * axes[1], scored_on_ranks, axes, start="fork", timeout=100):
         for series, truth in zip(found, expected, strict=True):
             assert_same(series, truth)
+
+
+def scored_with_a_fault():
+    mesh = make_mesh(data=1, context=2, expert=1)
+    trained = parallelize(model(n_routed_experts=8), mesh, receive=8)
+    if mesh.world.rank == 1:
+
+        def failing(*_):
+            raise RuntimeError("can't allocate memory")
+
+        trained.layers[1].meet = failing
+    evaluate_series(trained, packs((33,)), EDGES, 5, "before", 0, mesh)
+
+
+def test_one_rank_without_memory_in_a_pass_ends_all():
+    with pytest.raises(RunFailed, match=r"rank 1 of 2 failed:\n(?s:.*)can't allocate memory"):
+        run_ranks(2, scored_with_a_fault, start="fork", timeout=30)
+
+
+class Unsure:
+    def token_logprobs(self, pack, levers):
+        return torch.full((len(pack),), float("nan") if len(pack) == 9 else -1.0)
+
+
+def refused_on_ranks():
+    mesh = make_mesh(data=2, context=1, expert=1)
+    try:
+        evaluate_series(Unsure(), packs((5, 9))[mesh.data.rank :: 2], EDGES, 5, "before", 0, mesh)
+    except CheckFailed as refused:
+        return str(refused), refused.said_by_another
+    return "went on", None
+
+
+def test_what_one_rank_refuses_all_refuse_and_that_one_says():
+    (words, first), (same, second) = run_ranks(2, refused_on_ranks, start="fork", timeout=30)
+    assert words == same
+    assert words.startswith(
+        "evaluation: 8 log-probabilities are not finite, the first in document 1 at token 0;"
+    )
+    assert (first, second) == (True, False)
 
 
 def assert_same(found, truth):

@@ -124,11 +124,12 @@ def _caught(run):
     try:
         _save_twice(run, _full)
     except RunFailed as error:
-        return str(error)
+        return str(error), error.said_by_another
 
 
 def test_a_disk_that_is_full_for_one_rank_is_an_error_on_all(tmp_path):
-    for message in run_ranks(3, _caught, tmp_path, start="fork", timeout=200):
+    for rank, (message, said) in enumerate(run_ranks(3, _caught, tmp_path, start="fork", timeout=200)):
+        assert said == (rank > 0)
         assert "the checkpoint of step 2 cannot be written (No space left on device)" in message
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_000001"]
     assert latest_checkpoint(tmp_path).name == "step_000001"

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -11,11 +12,12 @@ import torch
 from tiny_runs import checkpoints, metrics, recipe_in, signal_at_step
 from tiny_training import documents, optimizer_of, packs, settings, tiny_model, weights
 
+from longstrand import evaluate
 from longstrand.data import Pack
 from longstrand.errors import CheckFailed, RunFailed, UserError
 from longstrand.memory import Levers
 from longstrand.memory.spool import Spool, remove_stale_spools
-from longstrand.parallel import make_mesh, one_process, run_ranks
+from longstrand.parallel import all_ranks, from_all, make_mesh, one_process, run_ranks
 from longstrand.state import load_checkpoint
 from longstrand.train import sft
 from longstrand.train.sft import train
@@ -141,6 +143,43 @@ def test_a_signal_to_one_rank_ends_all_after_the_same_step_and_the_run_goes_on_w
         torch.testing.assert_close(_state(run)[0][name], tensor, rtol=0, atol=1e-10)
 
 
+def _signalled(recipe, module, name, ranks):
+    """These ranks get SIGTERM when the function is first called, the other one meanwhile goes on."""
+    plain, calls = getattr(module, name), []
+
+    def function(*arguments):
+        calls.append(1)
+        if len(calls) == 1:
+            processes = from_all(all_ranks(), os.getpid())
+            if all_ranks().rank == 0:
+                time.sleep(0.5)  # in an exchange of a pass the other one waits for this one
+                for rank in ranks:
+                    os.kill(processes[rank], signal.SIGTERM)
+        return plain(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, name, function)
+        return train(recipe)
+
+
+@pytest.mark.parametrize("ranks", [(0,), (1,), (0, 1)])
+@pytest.mark.parametrize(
+    ("module", "name", "words"),
+    [
+        (evaluate, "_logprobs", r"no step was taken; go on with longstrand train .* --resume"),
+        (sft, "prepare", "no step was taken; start it again"),
+        (sft, "spread", "no step was taken; start it again"),
+    ],
+    ids=["evaluate", "prepare", "spread"],
+)
+def test_a_signal_before_the_first_step_ends_all(tmp_path, module, name, words, ranks):
+    recipe = _recipe(tmp_path, "parallel.data=2", out="two")
+    with pytest.raises(Stopped, match=f"stopped by SIGTERM: {words}") as stopped:
+        run_ranks(2, _signalled, recipe, module, name, ranks, start="fork", timeout=60)
+    assert stopped.value.exit_code == 143
+    assert not (tmp_path / "two/metrics.jsonl").exists()
+
+
 def test_what_the_first_rank_refuses_all_refuse(tmp_path):
     recipe = _recipe(tmp_path, "parallel.data=2", "train.steps=1", "train.warmup_steps=0", out="two")
     (tmp_path / "two").mkdir()
@@ -149,6 +188,22 @@ def test_what_the_first_rank_refuses_all_refuse(tmp_path):
         run_ranks(2, _train, recipe, start="fork", timeout=100)
     with pytest.raises(UserError, match=r"2 x 1: must be the number of processes, 1"):
         train(recipe)
+
+
+def _resumed(recipe):
+    try:
+        train(recipe, resume=True)
+    except UserError as refused:
+        return str(refused), refused.said_by_another
+
+
+def test_a_checkpoint_beyond_the_steps_is_said_by_the_first_rank_alone(tmp_path):
+    brief = ("train.steps=3", "evaluate.before=false")
+    train(_recipe(tmp_path, *brief, out="two"))
+    less = _recipe(tmp_path, *brief, "train.steps=2", "parallel.data=2", out="two")
+    found = run_ranks(2, _resumed, less, start="fork", timeout=100)
+    words = "train.steps = 2: the newest checkpoint is of step 3; set train.steps to 3 or more"
+    assert found == [(words, False), (words, True)]
 
 
 def _train_with_a_full_disk(recipe):

@@ -16,6 +16,7 @@ from longstrand.generate.turns import Generated, Place, Turns
 from longstrand.memory import Levers
 from longstrand.model import Model
 from longstrand.model.decode import Decoding, Prefix
+from longstrand.parallel import said_once
 
 BATCH = 32
 """Sequences that grow together unless told otherwise."""
@@ -52,7 +53,8 @@ def generate(
         CheckFailed: a log-probability that is not finite.
     """
     counts = {"max_new_tokens": max_new_tokens, "num_samples": num_samples, "batch": batch, "tile": tile}
-    _check(model, prompts, sampling, counts)
+    with said_once(model.mesh.world, UserError):  # every rank is given the same
+        _check(model, prompts, sampling, counts)
     turns = Turns(model)
     found: dict[Place, Generated] = {}
     prefixes: dict[int, Prefix] = {}

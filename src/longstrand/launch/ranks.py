@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 
 from longstrand.config import Recipe
-from longstrand.errors import RunFailed
-from longstrand.parallel import Axis, make_mesh, together
+from longstrand.errors import RunFailed, UserError
+from longstrand.parallel import Axis, make_mesh, said_once
 from longstrand.train.run_folder import Started
 from longstrand.train.sft import train
 
@@ -31,8 +31,8 @@ def train_as_rank(recipe: Recipe, world: Axis, *, resume: bool, started: Started
         RankLost: another rank has ended without that, or stands still.
     """
     sizes = recipe.parallel
-    with _others_needed(world):
-        with together(world):
+    with others_needed(world):
+        with said_once(world, UserError):  # sizes that do not fit; no rank has waited for another then
             mesh = make_mesh(data=sizes.data, context=sizes.context, expert=sizes.expert)
         return train(recipe, resume=resume, mesh=mesh, started=started)
 
@@ -43,20 +43,23 @@ def backend() -> str:
 
 
 @contextmanager
-def _others_needed(world: Axis) -> Iterator[None]:
-    """One line, not a traceback, where an exchange fails for want of another rank: it is not where the fault is."""
+def others_needed(world: Axis, then: str = "go on with --resume") -> Iterator[None]:
+    """One line, not a traceback, where an exchange fails for want of another rank: it is not where the fault is.
+
+    Args:
+        then: what to do once that is known.
+    """
     try:
         yield
     except RuntimeError as error:
         here = f"rank {world.rank} of {world.size} on {socket.gethostname()}"
         if any(words in str(error) for words in _GONE):
             raise RankLost(
-                f"{here}: another rank ended in the middle of an exchange; look for what that one said, and go on with "
-                "--resume"
+                f"{here}: another rank ended in the middle of an exchange; look for what that one said, and {then}"
             ) from error
         if any(words in str(error) for words in _SILENT):
             raise RankLost(
                 f"{here}: another rank did not answer in time ({str(error).splitlines()[0]}); look for the one that "
-                "stands still, in the logs of the run, and go on with --resume"
+                "stands still, and {then}"
             ) from error
         raise

@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 
 from longstrand.config import ParallelSection, Recipe
-from longstrand.errors import LongstrandError, UserError
+from longstrand.errors import UserError
 from longstrand.launch.local import train_on_this_machine
-from longstrand.launch.ranks import backend, train_as_rank
+from longstrand.launch.ranks import backend, others_needed, train_as_rank
 from longstrand.launch.through_ray import train_through_ray
-from longstrand.parallel import Axis, all_ranks, by_first, said_once
+from longstrand.parallel import Axis, all_ranks, by_first
 from longstrand.parallel.processes import MEETING_SECONDS
 from longstrand.train.run_folder import Started
 from longstrand.train.sft import check, train
@@ -48,8 +48,10 @@ def start_training(
             raise UserError(
                 f"{option}: torchrun has started the processes already; remove it, or start without torchrun"
             )
-        with _joined(environment) as world:
-            return _train_under_torchrun(world, load, _torchrun(environment), resume=resume, dry_run=dry_run)
+        if dry_run:
+            return _check_under_torchrun(load, environment, resume=resume)
+        with _joined(environment) as world, others_needed(world):
+            return _train_under_torchrun(world, load, _torchrun(environment), resume=resume)
     recipe = load()
     if workers is None:
         workers = recipe.parallel.world if ray is not None else None
@@ -67,11 +69,14 @@ def start_training(
 
 @contextmanager
 def joined_ranks(environment: MutableMapping[str, str]) -> Iterator[Axis]:
-    """The ranks that torchrun started, else this process alone; what ends all of them, the first one says."""
+    """The ranks that torchrun started, else this process alone.
+
+    A rank shows what ends it alone: only where all end for the same reason one speaks for them (`said_by_another`).
+    """
     if not _under_torchrun(environment):
         yield all_ranks()
         return
-    with _joined(environment) as world, said_once(world, LongstrandError):
+    with _joined(environment) as world, others_needed(world, "start again"):
         yield world
 
 
@@ -99,16 +104,24 @@ def _under_torchrun(environment: MutableMapping[str, str]) -> bool:
     return "TORCHELASTIC_RUN_ID" in environment or {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= environment.keys()
 
 
+def _check_under_torchrun(
+    load: Callable[[], Recipe], environment: Mapping[str, str], *, resume: bool
+) -> Path | None:
+    """The first process checks for all; none joins the others, since the layout is counted on pretended ranks."""
+    if environment["RANK"] != "0":
+        return None
+    recipe = load()
+    require_fit(recipe.parallel, int(environment["WORLD_SIZE"]))
+    check(recipe, resume=resume)
+    return Path(recipe.run.out)
+
+
 def _train_under_torchrun(
-    world: Axis, load: Callable[[], Recipe], started: Started, *, resume: bool, dry_run: bool
+    world: Axis, load: Callable[[], Recipe], started: Started, *, resume: bool
 ) -> Path | None:
     recipe = by_first(world, load)
     by_first(world, lambda: require_fit(recipe.parallel, world.size))
-    run = Path(recipe.run.out)
-    if dry_run:
-        by_first(world, lambda: check(recipe, resume=resume))
-    else:
-        run = train_as_rank(recipe, world, resume=resume, started=started)
+    run = train_as_rank(recipe, world, resume=resume, started=started)
     return run if world.rank == 0 else None
 
 

@@ -304,6 +304,7 @@ def _failure(
     known = [each for _, each, _ in told if each is not None]
     own = [each for each in known if not isinstance(each, RankLost)]
     if own:
+        own[0].said_by_another = False  # a worker says nothing itself
         return own[0]
     if lost:
         return RunFailed(

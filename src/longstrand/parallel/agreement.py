@@ -81,7 +81,10 @@ def together(axis: Axis) -> Iterator[None]:
 
 @contextmanager
 def said_once(axis: Axis, kind: type[LongstrandError]) -> Iterator[None]:
-    """For errors of a kind that every rank meets at the same place: the first rank shows them, the others do not."""
+    """For errors of a kind that every rank meets at the same place: the first rank shows them, the others do not.
+
+    To be put around no more than that: an error that a rank above 0 meets alone would be shown by none.
+    """
     try:
         yield
     except kind as error:

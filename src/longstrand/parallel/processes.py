@@ -117,6 +117,7 @@ def _raise_first(ranks: Sequence[BaseProcess], folder: Path) -> None:
     rank = min(failures, key=lambda number: failures[number][0])
     _, error, text = failures[rank]
     if error is not None:
+        error.said_by_another = False  # by whichever rank was the first to write it down: here it is said
         raise error
     raise RunFailed(f"rank {rank} of {len(ranks)} failed:\n{text}")
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 from longstrand.config import Recipe
 from longstrand.data import Data, DocumentPacks, open_evaluation
+from longstrand.errors import UserError
 from longstrand.evaluate import append_series, default_edges, evaluate_series
-from longstrand.parallel import by_first
+from longstrand.parallel import by_first, said_once
 from longstrand.series import read_series
 from longstrand.train.saving import Training
 
@@ -45,23 +47,30 @@ def evaluation_packs(recipe: Recipe, data: Data) -> dict[str, DocumentPacks]:
 
 
 def evaluate_once(
-    run: Path, recipe: Recipe, training: Training, packs: dict[str, DocumentPacks], when: str
+    run: Path,
+    recipe: Recipe,
+    training: Training,
+    packs: dict[str, DocumentPacks],
+    when: str,
+    between: Callable[[], None],
 ) -> None:
     """Scores what evaluate.json does not hold yet for this step, with all ranks; the first one writes.
 
     Args:
         when: "before" or "after".
+        between: called before each pass, by all ranks alike; what it raises ends the evaluation.
     """
     mesh, tile = training.mesh, recipe.memory.tile
     held = by_first(mesh.world, lambda: _held(run))
-    edges = default_edges(recipe.evaluate.length or recipe.data.length, recipe.evaluate.buckets)
+    with said_once(mesh.world, UserError):
+        edges = default_edges(recipe.evaluate.length or recipe.data.length, recipe.evaluate.buckets)
     for prefix, documents in packs.items():
         name = f"{prefix}{when}"
         if (name, training.step) in held:
             continue
         _log.info("evaluating %s training: %d sequences", name, len(documents))
         own = documents.dealt(mesh.data.rank, mesh.data.size)
-        series = evaluate_series(training.model, own, edges, tile, name, training.step, mesh)
+        series = evaluate_series(training.model, own, edges, tile, name, training.step, mesh, between)
         by_first(mesh.world, partial(append_series, run, series))
         if series["nats"] is not None:
             _log.info("%s: %.4f nats over %d targets", name, series["nats"], series["tokens"])

@@ -15,7 +15,7 @@ from longstrand.atomic import write_atomic
 from longstrand.data import Data, Loader
 from longstrand.errors import UserError
 from longstrand.model import Model
-from longstrand.parallel import Mesh, as_stored, by_first, local_part
+from longstrand.parallel import Mesh, as_stored, by_first, local_part, said_once
 from longstrand.state import (
     FOLDER,
     latest_checkpoint,
@@ -95,11 +95,8 @@ def restore(run: Path, training: Training, steps: int) -> None:
     if newest is not None:
         trainer = load_checkpoint(newest, training.tensors(), world=world)
         training.step = trainer["step"]
-        if training.step > steps:
-            raise UserError(
-                f"train.steps = {steps}: the newest checkpoint is of step {training.step}; set train.steps to "
-                f"{training.step} or more"
-            )
+        with said_once(world, UserError):
+            _require_steps(steps, training.step)
         training.optimizer.continue_from(trainer["updates"])
         training.loader.load_state_dict(trainer["loader"])
         torch.set_rng_state(
@@ -111,6 +108,13 @@ def restore(run: Path, training: Training, steps: int) -> None:
     if training.mesh.first and (newest is not None or cut):
         where = newest.name if newest is not None else "step 0, as there is no checkpoint yet"
         _log.info("going on from %s; %d lines of metrics.jsonl after it were cut", where, cut)
+
+
+def _require_steps(steps: int, taken: int) -> None:
+    if taken > steps:
+        raise UserError(
+            f"train.steps = {steps}: the newest checkpoint is of step {taken}; set train.steps to {taken} or more"
+        )
 
 
 def _reopen(run: Path) -> Path | None:

@@ -23,7 +23,7 @@ from longstrand.memory import Levers, levers_of
 from longstrand.model import Model, kernels, load_model
 from longstrand.model.parallelize import parallelize
 from longstrand.ops.native import native_state
-from longstrand.parallel import Mesh, all_ranks, by_first, make_mesh, one_process, said_once, together
+from longstrand.parallel import Mesh, by_first, make_mesh, one_process, said_once, together
 from longstrand.peak_memory import SOURCE, PeakMemory
 from longstrand.state import checkpoint_bytes, require_space
 from longstrand.train.dry_run import check_layout
@@ -73,26 +73,30 @@ def train(
     # 1. The folder: made or reopened, for this run alone.
     with _opened(recipe, mesh or _mesh_of(recipe), resume=resume, started=started) as run:
         # 2. Data, model and optimizer, as they were where a stopped run was.
-        with run.stop.leaving_at_once("no step was taken; start it again"):
-            with together(run.mesh.world):
+        nothing_yet = "no step was taken; start it again"
+        with run.stop.leaving(nothing_yet, run.mesh.world) as leave_if_asked:
+            with together(run.mesh.world), run.stop.leaving_at_once(nothing_yet):
                 prepared = prepare(run.recipe)
                 packs = evaluation_packs(run.recipe, prepared.data)
             training = spread(run.recipe, prepared, run.mesh)
+            leave_if_asked()
             restore(run.folder, training, run.recipe.train.steps)
+            leave_if_asked()
             by_first(run.mesh.world, lambda: _write_start(run.folder, run.recipe, training))
 
         # 3. Held-out loss by position before the first step.
-        with run.stop.leaving_at_once(f"no step was taken; {run.go_on}"):
+        with run.stop.leaving(f"no step was taken; {run.go_on}", run.mesh.world) as leave_if_asked:
             if run.recipe.evaluate.before and training.step == 0:
-                evaluate_once(run.folder, run.recipe, training, packs, "before")
+                evaluate_once(run.folder, run.recipe, training, packs, "before", leave_if_asked)
 
         # 4. The steps; each one that is due is saved.
         if training.step < run.recipe.train.steps:
             _take_steps(run, training)
 
         # 5. Held-out loss by position after the last step.
-        with run.stop.leaving_at_once(f"all steps are saved, an evaluation is missing; {run.go_on}"):
-            evaluate_once(run.folder, run.recipe, training, packs, "after")
+        missing = f"all steps are saved, an evaluation is missing; {run.go_on}"
+        with run.stop.leaving(missing, run.mesh.world) as leave_if_asked:
+            evaluate_once(run.folder, run.recipe, training, packs, "after", leave_if_asked)
         _log.info("done: %d steps", training.step)
     return run.folder
 
@@ -109,7 +113,7 @@ def check(recipe: Recipe, *, resume: bool = False) -> None:
     with logged_to(Console(stderr=True), None):
         check_unused(Path(recipe.run.out), resume=resume)
         resolved = resolve_recipe(recipe)
-        if resolved.parallel.world > all_ranks().size:
+        if resolved.parallel.world > 1:
             check_layout(resolved, Console(stderr=True, width=100))
             return
         prepared = prepare(resolved)
@@ -210,7 +214,6 @@ def _opened(recipe: Recipe, mesh: Mesh, *, resume: bool, started: Started) -> It
     """The folder with its lock and logs; signals are waited for, and memory is watched."""
     console = Console(stderr=True) if mesh.first else None
     with (
-        said_once(mesh.world, Stopped),
         open_run(recipe, resume=resume, mesh=mesh, started=started) as (folder, resolved),
         logged_to(console, log_file(folder, mesh.world.rank)),
         StopRequests(silent=not mesh.first) as stop,
@@ -246,7 +249,7 @@ def _take_steps(run: _Run, training: Training) -> None:
             training.step = step
             record = timer.record(step, result)
             record["peak_memory_bytes"] = world.largest(record["peak_memory_bytes"])
-            signal = world.largest(run.stop.number or 0)
+            signal = run.stop.of_all(world)
             due = step in (1, settings.steps) or step % settings.save_every == 0 or signal > 0
             by_first(world, partial(write, record, sync=due))
             if result.loss is None:
@@ -256,7 +259,8 @@ def _take_steps(run: _Run, training: Training) -> None:
             if due:
                 save(run.folder, training, settings.keep)
             if signal:
-                raise Stopped(signal, f"step {step} of {settings.steps} is saved; {run.go_on}")
+                with said_once(world, Stopped):
+                    raise Stopped(signal, f"step {step} of {settings.steps} is saved; {run.go_on}")
 
 
 def _step(

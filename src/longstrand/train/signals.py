@@ -5,12 +5,16 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any
 
 from longstrand.errors import LongstrandError
+from longstrand.parallel import Axis, said_once
+
+_STEP = b"finishing this step, then saving; the same signal again ends the run at once\n"
+_PASS = b"ending where all ranks can; the same signal again ends the run at once\n"
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -39,6 +43,7 @@ class StopRequests:
         self.number: int | None = None
         self._silent = silent
         self._at_once: str | None = None
+        self._note = _STEP
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> StopRequests:
@@ -53,14 +58,46 @@ class StopRequests:
 
     @contextmanager
     def leaving_at_once(self, message: str) -> Iterator[None]:
-        """Within it a signal raises `Stopped(message)` where it meets the program: nothing would be lost."""
-        self._at_once = message
+        """Within it a signal raises `Stopped(message)` where it meets the program: nothing would be lost.
+
+        On several ranks only for what exchanges nothing: one that leaves an exchange lets the others wait.
+        """
+        before, self._at_once = self._at_once, message
         try:
             if self.number is not None:
                 raise Stopped(self.number, message)
             yield
         finally:
-            self._at_once = None
+            self._at_once = before
+
+    @contextmanager
+    def leaving(self, message: str, world: Axis) -> Iterator[Callable[[], None]]:
+        """Within it a signal to any rank raises `Stopped(message)` on all of them.
+
+        One process leaves at once. Several leave here, and where all of them call what is yielded.
+        """
+
+        def leave_if_asked() -> None:
+            number = self.of_all(world)
+            if number:
+                with said_once(world, Stopped):
+                    raise Stopped(number, message)
+
+        before = self._note
+        try:
+            if world.size > 1:
+                self._note = _PASS
+                leave_if_asked()
+                yield leave_if_asked
+            else:
+                with self.leaving_at_once(message):
+                    yield leave_if_asked
+        finally:
+            self._note = before
+
+    def of_all(self, world: Axis) -> int:
+        """The signal that came to any rank, 0 if none; all ranks call it."""
+        return world.largest(self.number or 0)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self.number = number
@@ -69,7 +106,7 @@ class StopRequests:
             raise Stopped(number, self._at_once)
         # print() must not be entered again from a handler.
         if not self._silent:
-            os.write(2, b"finishing this step, then saving; the same signal again ends the run at once\n")
+            os.write(2, self._note)
 
     def _restore(self) -> None:
         for number, handler in self._before.items():
