@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from longstrand.architecture import DSA, Architecture
 from longstrand.config import Recipe
 from longstrand.errors import UserError
 from longstrand.memory import Levers, levers_of
-from longstrand.memory.store import first_trained, pass_demand
+from longstrand.memory.store import first_trained
 from longstrand.memory.tiles import PackLayout, Shard
 from longstrand.model import Model
 from longstrand.model.parallelize import parallelize
@@ -155,26 +156,15 @@ class _Counted:
     def of_tokens(self) -> dict[str, Term]:
         """Of one sequence of the full length."""
         shape, pack = self.shape, self.pack
-        lengths = [stop - start for start, stop in pack.segments]
-        shared = self.mesh.context.size > 1
-        weight, hc = self.model.embed_tokens.weight, shape.hc_mult
-        demand = pass_demand(
-            weight, self.layers, lengths, self.levers, hc_mult=hc, keeps_mean=True, shared=shared
-        )
+        shared, hc = self.mesh.context.size > 1, shape.hc_mult
         tokens, width = pack.num_tokens, shape.hidden_size
-        streams = demand.rows[(hc, width)]
-        places = {"none": "device", "host": "host", "disk": "file"}
-        place = places[self.levers.offload]
         tiles = pack.num_tiles(self.levers.tile)
         borders = [
             _bytes(self.layers[index].keep(self.layers[index].start(pack)))
             for index in range(self.first, len(self.layers))
         ]
         terms = {
-            "layer inputs": Term(
-                streams * hc * width * self.itemsize * tokens, place, f"{streams} streams of {hc} x {width}"
-            ),
-            "last mean": Term(width * self.itemsize * tokens, place, "for the head's way back"),
+            **self._streams(),
             "choices": Term(self._choice_bytes() * tokens, "device", "pools and experts of each token"),
             "carries at tile borders": Term(sum(borders) * tiles, "device", f"{tiles} tiles"),
             "pack": Term(24 * pack.num_pack_tokens, "device", "tokens, targets, weights, log-probabilities"),
@@ -185,6 +175,23 @@ class _Counted:
                 middle * self.itemsize * tokens, "device", "gradients of one layer, on its way back"
             )
         return terms | self._of_all_tokens()
+
+    def _streams(self) -> dict[str, Term]:
+        """In slots of whole pages where they leave the device, as a spool or the host's block has them."""
+        demand = self.model.stream_demand(self.recipe.data.length, self.levers)
+        place = {"none": "device", "host": "host", "disk": "file"}[self.levers.offload]
+
+        def num_bytes(row: tuple[int, ...]) -> int:
+            if place == "device":
+                return demand.rows[row] * demand.num_tokens * prod(row) * self.itemsize
+            return demand.rows[row] * demand.num_tiles * demand.slot_bytes(row)
+
+        stream, mean = (self.shape.hc_mult, self.shape.hidden_size), (self.shape.hidden_size,)
+        why = f"{demand.rows[stream]} streams of {stream[0]} x {stream[1]}"
+        return {
+            "layer inputs": Term(num_bytes(stream), place, why),
+            "last mean": Term(num_bytes(mean), place, "for the head's way back"),
+        }
 
     def _of_all_tokens(self) -> dict[str, Term]:
         """One DSA layer's, of the whole sequence on every rank."""
