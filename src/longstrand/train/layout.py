@@ -23,6 +23,9 @@ from longstrand.memory import Levers, levers_of
 from longstrand.memory.store import first_trained
 from longstrand.memory.tiles import PackLayout, Shard
 from longstrand.model import Model
+from longstrand.model.dsa_front import DsaFront
+from longstrand.model.kda_layer import KdaLayer
+from longstrand.model.kda_passage import KdaFront, KdaPassage
 from longstrand.model.parallelize import parallelize
 from longstrand.ops.precision import wide_dtype
 from longstrand.parallel import Deal, deal, local_part, make_mesh
@@ -84,7 +87,7 @@ def layout_of(recipe: Recipe, shape: Architecture, rank: int = 0) -> Layout:
     """Counts what one rank of a recipe holds; the first one holds the most weights.
 
     Raises:
-        UserError: the recipe cannot be spread like this, or a setting does not fit the model.
+        UserError: the recipe cannot be spread like this, a setting does not fit the model, or is not counted.
     """
     sizes = recipe.parallel
     if not 0 <= rank < sizes.world:
@@ -124,6 +127,11 @@ class _Counted:
         self.levers: Levers = levers_of(recipe.memory, recipe.run.out)
         self.first = first_trained(model.embed_tokens.weight, self.layers)
         require_fewer_streams(self.levers.keep_every, len(self.layers), self.first)
+        if not self.levers.recompute:
+            raise UserError(
+                "memory.recompute = false: it keeps the activations of all layers, which a layout does not count; "
+                "set it to true to count this recipe"
+            )
         self.itemsize = getattr(torch, recipe.run.dtype).itemsize
         self.wide = wide_dtype(getattr(torch, recipe.run.dtype)).itemsize
         starts = [0, recipe.data.length]
@@ -155,9 +163,8 @@ class _Counted:
 
     def of_tokens(self) -> dict[str, Term]:
         """Of one sequence of the full length."""
-        shape, pack = self.shape, self.pack
-        shared, hc = self.mesh.context.size > 1, shape.hc_mult
-        tokens, width = pack.num_tokens, shape.hidden_size
+        pack = self.pack
+        tokens = pack.num_tokens
         tiles = pack.num_tiles(self.levers.tile)
         borders = [
             _bytes(self.layers[index].keep(self.layers[index].start(pack)))
@@ -169,12 +176,33 @@ class _Counted:
             "carries at tile borders": Term(sum(borders) * tiles, "device", f"{tiles} tiles"),
             "pack": Term(24 * pack.num_pack_tokens, "device", "tokens, targets, weights, log-probabilities"),
         }
-        if shared:
-            middle = width + hc + hc * hc + shape.linear_num_heads * shape.linear_head_dim
-            terms["between a layer's two stages"] = Term(
-                middle * self.itemsize * tokens, "device", "gradients of one layer, on its way back"
-            )
-        return terms | self._of_all_tokens()
+        return terms | self._of_passages() | self._of_all_tokens()
+
+    def _of_passages(self) -> dict[str, Term]:
+        """What a layer needs for its two passes over its tiles, where ranks share the sequence."""
+        if self.pack.shard is None:
+            return {}
+        shape, tokens = self.shape, self.pack.num_tokens
+        hc, inner = shape.hc_mult, shape.linear_num_heads * shape.linear_head_dim
+        middle = shape.hidden_size * self.itemsize + (hc + hc * hc + inner) * self.wide
+        trained = self.layers[self.first :]
+        kept = [KdaPassage.kept_bytes(each, self.pack) for each in trained if isinstance(each, KdaLayer)]
+        states = 2 * len(self.pack.segments) * inner * shape.linear_head_dim * self.wide
+        terms = {
+            "between a layer's two stages": Term(middle * tokens, "device", "gradients of one layer"),
+            "KDA's maps and states": Term(
+                sum(kept), "device", f"{len(kept)} layers, from forward to backward"
+            ),
+            "gradients of the states": Term(states * bool(kept), "device", "of one layer"),
+        }
+        if self.levers.keep_fronts and trained:
+            front = max(map(self._front_bytes, trained)) + 2 * hc * shape.hidden_size * self.itemsize
+            terms["fronts"] = Term(front * tokens, "device", "of one layer, with its input and the gradient")
+        return terms
+
+    def _front_bytes(self, layer: Any) -> int:
+        kind: Any = KdaFront if isinstance(layer, KdaLayer) else DsaFront
+        return int(kind.bytes_per_token(layer, self.itemsize, self.wide))
 
     def _streams(self) -> dict[str, Term]:
         """In slots of whole pages where they leave the device, as a spool or the host's block has them."""
