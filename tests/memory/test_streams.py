@@ -163,7 +163,7 @@ def test_host_slots_hold_exactly_their_bytes_and_give_them_back():
 def test_slots_beyond_two_to_the_31_bytes_and_elements_are_their_own(tmp_path, monkeypatch):
     """A26: a sparse file of 17.2 GB; offsets that 32 bits would make equal hold different tiles."""
     monkeypatch.setattr(spools, "_allocate", lambda file, num_bytes: spools.os.truncate(file, num_bytes))
-    monkeypatch.setattr(spools, "require_room", lambda folder, num_bytes: None)
+    monkeypatch.setattr(spools, "require_room", lambda folder, num_bytes, **ranks: None)
     row, tokens = (4, 1024), 2**20 + 64
     demand = Demand(tokens, 64, torch.float32, {row: 1})
     assert tokens * 4096 > 2**32 and demand.num_bytes > 2**34

@@ -11,6 +11,8 @@ from longstrand.bench._small_models import architecture, model, pack
 from longstrand.config import load_recipe
 from longstrand.errors import UserError
 from longstrand.memory import Levers
+from longstrand.memory.shared_walk import SharedWalk
+from longstrand.model.kda_passage import KdaPassage
 from longstrand.model.parallelize import parallelize
 from longstrand.parallel import local_part, make_mesh, run_ranks
 from longstrand.train.layout import layout_of
@@ -76,6 +78,14 @@ def test_bytes_are_those_of_plain_arithmetic(layout):
     assert held["gradient of the latents"] == LENGTH * 512 * 4
     assert held["its pool keys"] == LENGTH // 4 * 128 * 2
     assert held["embedding and head, gathered"] == (2 * W * D + D) * 2
+    state, entered = (
+        64 * 128 * 128 * 4,
+        3 * 3 * 64 * 128 * 2,
+    )  # and the convolution's inputs; two segments of 128
+    rows = 2 * 3 * 4 * D * 2
+    assert held["KDA's maps and states"] == KDA * (128 * 128 * 128 * 4 + 2 * (state + entered) + rows)
+    assert held["gradients of the states"] == 2 * 2 * state
+    assert held["between a layer's two stages"] == (D * 2 + (4 + 16 + 64 * 128) * 4) * OWN
     assert held["gradients"] == layout.own_trained * 4
     assert held["moments"] == layout.own_trained * 8
     received = layout.received
@@ -89,6 +99,13 @@ def test_levers_move_or_shrink_what_they_say():
     streams = changed.held["layer inputs"]
     assert (streams.num_bytes, streams.place) == (13 * 4 * D * 2 * OWN, "device")
     assert changed.held["moments"].place == changed.held["float32 copies"].place == "host"
+    assert "fronts" not in changed.held
+    cut = 6 * D * 2 + (4 * 16 + 5 * 4 + 39 * 4 + 2) * 4 + 32
+    rule = (3 * 8192 + 128) * 2 + (9 * 8192 + 64 + 64 * (128 * 128 // 16 + 366 * 8 + 51)) * 4
+    fronts = published("memory.keep_fronts=true").held["fronts"]
+    assert (
+        fronts.num_bytes == (cut + rule + 2 * 4 * D * 2) * OWN
+    )  # 22.7 GiB: a device's memory, in plain torch
     assert changed.total("host") == changed.own_trained * 16
 
 
@@ -100,6 +117,10 @@ def test_levers_move_or_shrink_what_they_say():
         (["parallel.receive=16"], "must be at least parallel.expert = 32"),
         (["memory.keep_every=44"], "memory.keep_every = 44"),
         (["train.trainable=['vision']"], "vision"),
+        (
+            ["memory.recompute=false", "memory.offload=none"],
+            "memory.recompute = false: it keeps the activations",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused_and_leaves_no_pretended_ranks(overrides, words):
@@ -124,6 +145,37 @@ def held_by_a_rank():
     with torch.no_grad():
         trained.token_logprobs(pack((64,)), levers=Levers(tile=8))
     return own, dict(mesh.context.received)
+
+
+def kept_by_a_rank():
+    """Bytes that each KDA passage of this rank keeps when its walk back begins, and those that are counted."""
+    trained = parallelize(model("KDK"), make_mesh(data=1, context=2, expert=1))
+    found, backward = [], SharedWalk.backward
+
+    def looked_at(walk, d_out):
+        for index in (0, 2):
+            passage = walk.passages[index]
+            tensors = [passage._tails, passage._rows_before, passage._states, passage._scan._maps]
+            assert not {"_d_own", "_d_tails"} & vars(passage).keys()  # made on the way back
+            counted = KdaPassage.kept_bytes(trained.layers[index], walk.layout)
+            found.append((sum(each.nbytes for each in tensors), counted))
+        return backward(walk, d_out)
+
+    SharedWalk.backward = looked_at
+    trained.token_logprobs(pack((61,)), levers=Levers(tile=8)).sum().backward()
+    return found
+
+
+def test_passages_keep_what_is_counted():
+    for found in run_ranks(2, kept_by_a_rank, start="fork", timeout=60):
+        assert [kept == counted > 0 for kept, counted in found] == [True, True]
+
+
+def test_a_spool_is_counted_in_its_slots():
+    counted = published("memory.offload=disk", "memory.tile=1000")
+    tiles, page = 2 * 9, 4096  # 8,192 tokens in tiles of at most 1,000
+    slots = [-(-1000 * row * 2 // page) * page for row in (4 * D, D)]
+    assert counted.total("file") == tiles * (45 * slots[0] + slots[1])
 
 
 def test_real_ranks_hold_and_receive_what_is_counted(tmp_path):

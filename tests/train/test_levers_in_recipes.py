@@ -6,11 +6,17 @@ import logging
 import os
 
 import pytest
+import torch
 from tiny_runs import checkpoints, recipe_in, signal_at_step
 
+from longstrand.bench._small_models import model, pack
 from longstrand.bench.crash import differences
 from longstrand.config import load_recipe
 from longstrand.errors import RunFailed, UserError
+from longstrand.memory import levers_of, store
+from longstrand.model.parallelize import parallelize
+from longstrand.parallel import make_mesh, run_ranks
+from longstrand.train import levers as checked
 from longstrand.train.sft import check, train
 from longstrand.train.signals import Stopped
 
@@ -159,3 +165,45 @@ def test_a_resumed_run_keeps_its_levers_as_it_keeps_its_tile(plain):
 def test_fronts_that_nothing_would_need_are_refused(tmp_path, overrides, says):
     with pytest.raises(UserError, match=says):
         recipe_in(tmp_path, *overrides)
+
+
+def _statvfs_with(free, plain=os.statvfs):
+    def statvfs(path):
+        found = list(plain(path))
+        found[1], found[4] = 1, free  # f_frsize, f_bavail
+        return os.statvfs_result(found)
+
+    return statvfs
+
+
+def _spools_of_a_rank(folder):
+    """Bytes that the check tries and that a pass allocates; what is said where two of them have no room."""
+    recipe = recipe_in(folder, "memory.offload=disk", "memory.tile=8", "data.length=61")
+    trained = parallelize(model("KDK", dtype=torch.float32), make_mesh(data=1, context=2, expert=1))
+    made = []
+    for module in (checked, store):
+
+        def recording(at, num_bytes, device, plain=module.Spool):
+            made.append(num_bytes)
+            return plain(at, num_bytes, device)
+
+        module.Spool = recording
+    checked.check_spool(recipe, trained)
+    levers = levers_of(recipe.memory, recipe.run.out)
+    trained.token_logprobs(pack((61,)), levers=levers).sum().backward()
+    os.statvfs = _statvfs_with(made[0] * 2 - 1)
+    with pytest.raises(RunFailed) as raised:
+        checked.check_spool(recipe, trained)
+    return made, str(raised.value)
+
+
+def test_ranks_ask_for_the_spools_that_they_write_and_for_room_for_all_of_them(tmp_path):
+    recipe_in(tmp_path)
+    ranks = run_ranks(2, _spools_of_a_rank, tmp_path, start="fork", timeout=60)
+    whole = 0
+    for made, said in ranks:
+        tried, allocated = made
+        assert tried == allocated
+        assert f"the 2 ranks here need {sum(each[0] for each, _ in ranks):,} bytes there" in said
+        whole += tried
+    assert whole > 61 * 3 * 4 * 16 * 4  # three streams of 4 x 16 float32 values: one more than on one process

@@ -98,18 +98,27 @@ class Spool:
             raise _failure(self.path, what, error) from error
 
 
-def require_room(folder: Path, num_bytes: int) -> None:
-    """Refuses a spool that the folder's disk has no room for; writes nothing.
+def existing(folder: Path) -> Path:
+    """The folder, or where it will be made."""
+    return next(path for path in (folder, *folder.absolute().parents) if path.exists())
+
+
+def require_room(folder: Path, num_bytes: int, num_ranks: int = 1) -> None:
+    """Refuses spools that the folder's disk has no room for; writes nothing.
+
+    Args:
+        num_bytes: of all spools together.
+        num_ranks: how many ranks write one there.
 
     Raises:
         RunFailed: naming both numbers.
     """
-    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    disk = os.statvfs(there)
+    disk = os.statvfs(existing(folder))
     free = disk.f_bavail * disk.f_frsize
     if num_bytes > free and disk.f_blocks:  # a file system without blocks has a reason of its own
+        who = "a pass needs" if num_ranks == 1 else f"the {num_ranks} ranks here need"
         raise RunFailed(
-            f"memory.spool = {folder}: a pass needs {num_bytes:,} bytes there, and {free:,} are free; make room, "
+            f"memory.spool = {folder}: {who} {num_bytes:,} bytes there, and {free:,} are free; make room, "
             "set memory.spool to a folder on another disk, raise memory.keep_every, or lower data.length"
         )
 

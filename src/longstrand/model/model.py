@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from longstrand.architecture import Architecture
 from longstrand.data.pack import Pack
 from longstrand.memory import Levers, ScanEnd, ScanLayer, SideLosses, prefix_of, scan_layers
+from longstrand.memory.slots import Demand
 from longstrand.memory.store import pass_demand
 from longstrand.memory.tiles import PackLayout, Shard
 from longstrand.model.dsa_layer import DsaLayer
@@ -152,17 +153,19 @@ class Model(nn.Module):
             return None
         return Shard(context, deal(starts.tolist(), context.size, self.segments))
 
-    def stream_bytes(self, num_tokens: int, levers: Levers) -> int:
-        """Bytes that the streams of a training pass take wherever the levers put them."""
-        demand = pass_demand(
+    def stream_demand(self, num_tokens: int, levers: Levers) -> Demand:
+        """The streams of this rank's training pass of one document, wherever the levers put them."""
+        shard = self._shard(torch.tensor([0, num_tokens]))
+        spans = ((0, num_tokens),) if shard is None else shard.deal.owned_by(shard.axis.rank)
+        return pass_demand(
             self.embed_tokens.weight,
             self._scan_layers(),
-            [num_tokens],
+            [stop - start for start, stop in spans],
             levers,
             hc_mult=self.architecture.hc_mult,
             keeps_mean=True,
+            shared=shard is not None,
         )
-        return demand.num_bytes
 
     def _scan_layers(self) -> list[ScanLayer]:
         return [cast(ScanLayer, layer) for layer in self.layers]

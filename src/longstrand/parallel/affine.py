@@ -16,6 +16,12 @@ from torch import Tensor
 from longstrand.parallel.axis import Axis
 
 
+def heads_over(num_ranks: int, num_heads: int) -> list[int]:
+    """How many heads each rank scans."""
+    cuts = [num_heads * rank // num_ranks for rank in range(num_ranks + 1)]
+    return [stop - start for start, stop in pairwise(cuts)]
+
+
 class AffineScan:
     """The scan of one layer and pass, there and back.
 
@@ -29,8 +35,7 @@ class AffineScan:
 
     def __init__(self, axis: Axis, owners: Sequence[int], num_heads: int) -> None:
         self.axis, self.owners = axis, owners
-        cuts = [num_heads * rank // axis.size for rank in range(axis.size + 1)]
-        self._heads = [stop - start for start, stop in pairwise(cuts)]
+        self._heads = heads_over(axis.size, num_heads)
         self._segments = [
             [index for index, owner in enumerate(owners) if owner == rank] for rank in range(axis.size)
         ]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -19,9 +20,12 @@ from longstrand.architecture import DSA, Architecture
 from longstrand.config import Recipe
 from longstrand.errors import UserError
 from longstrand.memory import Levers, levers_of
-from longstrand.memory.store import first_trained, pass_demand
+from longstrand.memory.store import first_trained
 from longstrand.memory.tiles import PackLayout, Shard
 from longstrand.model import Model
+from longstrand.model.dsa_front import DsaFront
+from longstrand.model.kda_layer import KdaLayer
+from longstrand.model.kda_passage import KdaFront, KdaPassage
 from longstrand.model.parallelize import parallelize
 from longstrand.ops.precision import wide_dtype
 from longstrand.parallel import Deal, deal, local_part, make_mesh
@@ -83,7 +87,7 @@ def layout_of(recipe: Recipe, shape: Architecture, rank: int = 0) -> Layout:
     """Counts what one rank of a recipe holds; the first one holds the most weights.
 
     Raises:
-        UserError: the recipe cannot be spread like this, or a setting does not fit the model.
+        UserError: the recipe cannot be spread like this, a setting does not fit the model, or is not counted.
     """
     sizes = recipe.parallel
     if not 0 <= rank < sizes.world:
@@ -123,6 +127,11 @@ class _Counted:
         self.levers: Levers = levers_of(recipe.memory, recipe.run.out)
         self.first = first_trained(model.embed_tokens.weight, self.layers)
         require_fewer_streams(self.levers.keep_every, len(self.layers), self.first)
+        if not self.levers.recompute:
+            raise UserError(
+                "memory.recompute = false: it keeps the activations of all layers, which a layout does not count; "
+                "set it to true to count this recipe"
+            )
         self.itemsize = getattr(torch, recipe.run.dtype).itemsize
         self.wide = wide_dtype(getattr(torch, recipe.run.dtype)).itemsize
         starts = [0, recipe.data.length]
@@ -154,37 +163,63 @@ class _Counted:
 
     def of_tokens(self) -> dict[str, Term]:
         """Of one sequence of the full length."""
-        shape, pack = self.shape, self.pack
-        lengths = [stop - start for start, stop in pack.segments]
-        shared = self.mesh.context.size > 1
-        weight, hc = self.model.embed_tokens.weight, shape.hc_mult
-        demand = pass_demand(
-            weight, self.layers, lengths, self.levers, hc_mult=hc, keeps_mean=True, shared=shared
-        )
-        tokens, width = pack.num_tokens, shape.hidden_size
-        streams = demand.rows[(hc, width)]
-        places = {"none": "device", "host": "host", "disk": "file"}
-        place = places[self.levers.offload]
+        pack = self.pack
+        tokens = pack.num_tokens
         tiles = pack.num_tiles(self.levers.tile)
         borders = [
             _bytes(self.layers[index].keep(self.layers[index].start(pack)))
             for index in range(self.first, len(self.layers))
         ]
         terms = {
-            "layer inputs": Term(
-                streams * hc * width * self.itemsize * tokens, place, f"{streams} streams of {hc} x {width}"
-            ),
-            "last mean": Term(width * self.itemsize * tokens, place, "for the head's way back"),
+            **self._streams(),
             "choices": Term(self._choice_bytes() * tokens, "device", "pools and experts of each token"),
             "carries at tile borders": Term(sum(borders) * tiles, "device", f"{tiles} tiles"),
             "pack": Term(24 * pack.num_pack_tokens, "device", "tokens, targets, weights, log-probabilities"),
         }
-        if shared:
-            middle = width + hc + hc * hc + shape.linear_num_heads * shape.linear_head_dim
-            terms["between a layer's two stages"] = Term(
-                middle * self.itemsize * tokens, "device", "gradients of one layer, on its way back"
-            )
-        return terms | self._of_all_tokens()
+        return terms | self._of_passages() | self._of_all_tokens()
+
+    def _of_passages(self) -> dict[str, Term]:
+        """What a layer needs for its two passes over its tiles, where ranks share the sequence."""
+        if self.pack.shard is None:
+            return {}
+        shape, tokens = self.shape, self.pack.num_tokens
+        hc, inner = shape.hc_mult, shape.linear_num_heads * shape.linear_head_dim
+        middle = shape.hidden_size * self.itemsize + (hc + hc * hc + inner) * self.wide
+        trained = self.layers[self.first :]
+        kept = [KdaPassage.kept_bytes(each, self.pack) for each in trained if isinstance(each, KdaLayer)]
+        states = 2 * len(self.pack.segments) * inner * shape.linear_head_dim * self.wide
+        terms = {
+            "between a layer's two stages": Term(middle * tokens, "device", "gradients of one layer"),
+            "KDA's maps and states": Term(
+                sum(kept), "device", f"{len(kept)} layers, from forward to backward"
+            ),
+            "gradients of the states": Term(states * bool(kept), "device", "of one layer"),
+        }
+        if self.levers.keep_fronts and trained:
+            front = max(map(self._front_bytes, trained)) + 2 * hc * shape.hidden_size * self.itemsize
+            terms["fronts"] = Term(front * tokens, "device", "of one layer, with its input and the gradient")
+        return terms
+
+    def _front_bytes(self, layer: Any) -> int:
+        kind: Any = KdaFront if isinstance(layer, KdaLayer) else DsaFront
+        return int(kind.bytes_per_token(layer, self.itemsize, self.wide))
+
+    def _streams(self) -> dict[str, Term]:
+        """In slots of whole pages where they leave the device, as a spool or the host's block has them."""
+        demand = self.model.stream_demand(self.recipe.data.length, self.levers)
+        place = {"none": "device", "host": "host", "disk": "file"}[self.levers.offload]
+
+        def num_bytes(row: tuple[int, ...]) -> int:
+            if place == "device":
+                return demand.rows[row] * demand.num_tokens * prod(row) * self.itemsize
+            return demand.rows[row] * demand.num_tiles * demand.slot_bytes(row)
+
+        stream, mean = (self.shape.hc_mult, self.shape.hidden_size), (self.shape.hidden_size,)
+        why = f"{demand.rows[stream]} streams of {stream[0]} x {stream[1]}"
+        return {
+            "layer inputs": Term(num_bytes(stream), place, why),
+            "last mean": Term(num_bytes(mean), place, "for the head's way back"),
+        }
 
     def _of_all_tokens(self) -> dict[str, Term]:
         """One DSA layer's, of the whole sequence on every rank."""

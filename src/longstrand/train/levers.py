@@ -3,29 +3,28 @@
 from __future__ import annotations
 
 import logging
+import platform
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-
-import torch
 
 from longstrand.config import Recipe
 from longstrand.errors import UserError
 from longstrand.memory import levers_of
 from longstrand.memory.levers import streams_at_once
-from longstrand.memory.spool import Spool, remove_stale_spools, require_room
+from longstrand.memory.spool import Spool, existing, remove_stale_spools, require_room
 from longstrand.memory.store import first_trained, require_other_memory
 from longstrand.model import Model
+from longstrand.parallel import from_all, together
 
 _log = logging.getLogger(__name__)
 
 
 def check_levers(recipe: Recipe, model: Model) -> None:
-    """Judges `[memory]` of a resolved recipe by a model whose frozen parameters are marked; says what a spool takes.
+    """Judges `[memory]` of a resolved recipe by a model whose frozen parameters are marked; waits for no other rank.
 
     Raises:
         UserError: a lever that cannot apply.
-        RunFailed: the spool of the longest sequence cannot be made, or has no room.
     """
     settings, weight = recipe.memory, model.embed_tokens.weight
     for name, value in (("offload", settings.offload), ("optimizer", settings.optimizer)):
@@ -34,11 +33,31 @@ def check_levers(recipe: Recipe, model: Model) -> None:
     layers = list(model.layers)
     first = first_trained(weight, layers)  # type: ignore[arg-type]
     require_fewer_streams(settings.keep_every, len(layers), first)
-    levers = levers_of(settings, recipe.run.out)
-    if levers.spool is not None:
-        num_bytes = model.stream_bytes(recipe.data.length, levers)
-        _try_spool(Path(levers.spool), num_bytes, weight.device)
-        _log.info("a pass writes up to %.1f MB to its spool in %s", num_bytes / 1e6, levers.spool)
+
+
+def check_spool(recipe: Recipe, model: Model) -> None:
+    """Judges the spools of a step by a model that is spread; every rank calls it, and it ends alike on all.
+
+    Each rank writes a file of its own, of its segments of one document of the full length: those on one disk need room
+    together.
+
+    Raises:
+        RunFailed: they cannot be made, or have no room.
+    """
+    levers, world = levers_of(recipe.memory, recipe.run.out), model.mesh.world
+    if levers.spool is None:
+        return
+    folder = Path(levers.spool)
+    num_bytes = model.stream_demand(recipe.data.length, levers).num_bytes
+    with together(world):
+        there = existing(folder)
+        disk = (platform.node(), there.stat().st_dev)
+    here = [each for at, each in from_all(world, (disk, num_bytes)) if at == disk]
+    with together(world):
+        require_room(folder, sum(here), num_ranks=len(here))
+    with together(world):  # all have looked: from here on the trials take room themselves
+        Spool(there, num_bytes, model.embed_tokens.weight.device).close()
+    _log.info("a pass writes up to %.1f MB to its spool in %s", num_bytes / 1e6, levers.spool)
 
 
 @contextmanager
@@ -53,13 +72,6 @@ def clean_spool(recipe: Recipe) -> Iterator[None]:
         if spool is not None and recipe.memory.spool is None:
             with suppress(OSError):  # never made, or a spool is still open and goes with the process
                 Path(spool).rmdir()
-
-
-def _try_spool(folder: Path, num_bytes: int, device: torch.device) -> None:
-    """Makes and removes a spool as a step will: in the folder, or where the folder will be made."""
-    require_room(folder, num_bytes)
-    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    Spool(there, num_bytes, device).close()
 
 
 def require_fewer_streams(keep_every: int, num_layers: int, first: int) -> None:

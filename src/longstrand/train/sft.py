@@ -29,7 +29,7 @@ from longstrand.state import checkpoint_bytes, require_space
 from longstrand.train.dry_run import check_layout
 from longstrand.train.evaluation import evaluate_once, evaluation_packs
 from longstrand.train.fit import require_effect, require_vocabulary
-from longstrand.train.levers import check_levers, clean_spool
+from longstrand.train.levers import check_levers, check_spool, clean_spool
 from longstrand.train.metrics import Metrics, open_sinks
 from longstrand.train.optimizer import Optimizer, freeze_all_but, trained_names
 from longstrand.train.progress import Progress, logged_to
@@ -162,6 +162,7 @@ def spread(recipe: Recipe, prepared: Prepared, mesh: Mesh) -> Training:
 
     Raises:
         UserError: the model cannot be spread as `[parallel]` says.
+        RunFailed: the ranks' spools have no room.
     """
     _describe_model(recipe, prepared)
     model, sizes = prepared.model, recipe.parallel
@@ -172,6 +173,7 @@ def spread(recipe: Recipe, prepared: Prepared, mesh: Mesh) -> Training:
             segments=None if sizes.segments == "auto" else sizes.segments,
             receive=sizes.receive or 4 * recipe.memory.tile,
         )
+    check_spool(recipe, model)
     optimizer = _optimizer(recipe, model, prepared.trained)
     training = Training(model, optimizer, prepared.data, prepared.loader)
     _log.info("CPU kernels: %s", native_state())
