@@ -60,6 +60,6 @@ def others_needed(world: Axis, then: str = "go on with --resume") -> Iterator[No
         if any(words in str(error) for words in _SILENT):
             raise RankLost(
                 f"{here}: another rank did not answer in time ({str(error).splitlines()[0]}); look for the one that "
-                "stands still, and {then}"
+                f"stands still, and {then}"
             ) from error
         raise

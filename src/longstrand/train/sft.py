@@ -165,6 +165,14 @@ def spread(recipe: Recipe, prepared: Prepared, mesh: Mesh) -> Training:
         RunFailed: the ranks' spools have no room.
     """
     _describe_model(recipe, prepared)
+    if missing := -recipe.train.sequences_per_step % recipe.parallel.data:
+        _log.warning(
+            "train.sequences_per_step = %d does not go round parallel.data = %d: in the last pass of each step %d of "
+            "these ranks have nothing to compute",
+            recipe.train.sequences_per_step,
+            recipe.parallel.data,
+            missing,
+        )
     model, sizes = prepared.model, recipe.parallel
     with said_once(mesh.world, UserError):
         parallelize(
