@@ -34,6 +34,9 @@ class Leaky:
 
     reduce_gradients = free_weights = gather_weights
 
+    def idle(self, side, *, choose):
+        raise AssertionError("there are no other ranks")
+
     def warm_up_tile(self, x, tile, d_carry, opened, side):
         raise AssertionError("nothing to warm up")
 

@@ -172,7 +172,7 @@ def test_slots_beyond_two_to_the_31_bytes_and_elements_are_their_own(tmp_path, m
     rows_per_wrap = 2**31 // (4096 * 4)  # rows that 2^31 bytes hold
     starts = [0, rows_per_wrap, 2 * rows_per_wrap, 4 * rows_per_wrap, 8 * rows_per_wrap]
     for number, start in enumerate(starts):
-        stream.write(layout.tile(start, start + 64), torch.full((64, *row), float(number)))
+        stream.write(layout.tile(start, start + 64, start // 64), torch.full((64, *row), float(number)))
     for number, start in enumerate(starts):
-        assert stream.read(layout.tile(start, start + 64)).unique().tolist() == [number]
+        assert stream.read(layout.tile(start, start + 64, start // 64)).unique().tolist() == [number]
     store.close()

@@ -11,6 +11,7 @@ from longstrand.data import Pack
 from longstrand.errors import CheckFailed
 from longstrand.memory import Levers
 from longstrand.model import Model
+from longstrand.parallel import one_process
 from longstrand.train.step import move_router_bias, take_step
 
 
@@ -19,7 +20,7 @@ class Table(Model):
 
     def __init__(self, costs, power=1.0):
         nn.Module.__init__(self)
-        self.architecture = tiny_model().architecture
+        self.architecture, self.mesh = tiny_model().architecture, one_process()
         self.cost = nn.Parameter(torch.tensor(costs))
         self.power = power
 

@@ -44,7 +44,7 @@ class Training:
     @property
     def mesh(self) -> Mesh:
         """The ranks that share the run."""
-        return self.model.mesh
+        return self.optimizer.mesh
 
     def tensors(self) -> dict[str, Tensor]:
         """Model and optimizer as a checkpoint names them, the same for any number of ranks; not copies."""
