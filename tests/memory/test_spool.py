@@ -334,3 +334,18 @@ def test_memory_files_and_threads_do_not_grow_over_200_steps_of_a_model(tmp_path
 
     nothing_grows(step)
     assert [*tmp_path.iterdir()] == []
+
+
+def test_a_folder_that_another_rank_removes_meanwhile_is_made_again(tmp_path, monkeypatch):
+    own, calls = spools._create, []
+
+    def create(folder):
+        calls.append(folder)
+        if len(calls) == 1:
+            folder.rmdir()  # the rank that has just ended
+        return own(folder)
+
+    monkeypatch.setattr(spools, "_create", create)
+    spool = Spool(tmp_path / "spool", 4096, CPU)
+    assert spool.path.exists() and len(calls) == 2
+    spool.close()

@@ -52,10 +52,7 @@ class Spool:
         self._device, self._num_bytes = device, num_bytes
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="spool")
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            remove_stale_spools(folder)
-            require_room(folder, num_bytes)
-            self.path, self._file = _create(folder)
+            self.path, self._file = _create_in(folder, num_bytes)
         except OSError as error:
             raise RunFailed(
                 f"memory.spool = {folder}: a spool cannot be made there ({error.strerror}); "
@@ -149,6 +146,20 @@ def remove_stale_spools(folder: Path) -> int:
         spools = "1 spool" if removed == 1 else f"{removed} spools"
         _log.warning("%s: removed %s of killed runs and freed %s bytes", folder, spools, f"{freed:,}")
     return freed
+
+
+def _create_in(folder: Path, num_bytes: int) -> tuple[Path, int]:
+    """A new file in a folder that is made if need be; again where a rank that ends has just removed the empty folder."""
+    for last in (False, False, True):
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            remove_stale_spools(folder)
+            require_room(folder, num_bytes)
+            return _create(folder)
+        except FileNotFoundError:
+            if last:
+                raise
+    raise AssertionError("the last try returns or raises")
 
 
 def _create(folder: Path) -> tuple[Path, int]:
