@@ -149,7 +149,7 @@ def remove_stale_spools(folder: Path) -> int:
 
 
 def _create_in(folder: Path, num_bytes: int) -> tuple[Path, int]:
-    """A new file in a folder that is made if need be; again where a rank that ends has just removed the empty folder."""
+    """A new file in a folder, made if need be; again where a rank that ends has just removed the empty folder."""
     for last in (False, False, True):
         folder.mkdir(parents=True, exist_ok=True)
         try:
