@@ -55,9 +55,13 @@ class Trained:
         Every rank has loaded the whole model before. Nothing happens on one process.
         """
         settings = ParallelSection() if self.recipe is None else self.recipe.parallel
-        segments = None if settings.segments == "auto" else settings.segments
         with said_once(mesh.world, UserError):  # every rank has the same model and sizes
-            parallelize(self.model, mesh, segments=segments, receive=settings.receive or 4 * self.tile)
+            parallelize(
+                self.model,
+                mesh,
+                segments=settings.segments_per_rank,
+                receive=settings.receive_rows(self.tile),
+            )
         return self
 
     def mesh(self, context: int | None, expert: int | None) -> Mesh:

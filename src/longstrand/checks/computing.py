@@ -70,8 +70,8 @@ def open_model(job: Job) -> tuple[Model, WatchedOptimizer]:
     model = load_model(model_source(recipe.model), dtype, seed=recipe.run.seed, init=recipe.model.init)
     names = trained_names(model.groups(), recipe.train)
     freeze_all_but(model, names)
-    segments = None if job.axes.segments == "auto" else job.axes.segments
-    parallelize(model, mesh, segments=segments, receive=job.axes.receive or 4 * job.levers.tile)
+    receive = job.axes.receive_rows(job.levers.tile)
+    parallelize(model, mesh, segments=job.axes.segments_per_rank, receive=receive)
     return model, WatchedOptimizer(model, names, recipe.train, mesh=mesh)
 
 

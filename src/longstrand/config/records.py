@@ -242,6 +242,15 @@ class ParallelSection(Record):
         """Processes of the run."""
         return self.data * self.context
 
+    @property
+    def segments_per_rank(self) -> int | None:
+        """None: as few as balance attention."""
+        return None if self.segments == "auto" else self.segments
+
+    def receive_rows(self, tile: int) -> int:
+        """Most rows that a rank receives at once, for tiles of this many tokens."""
+        return self.receive or 4 * tile
+
 
 class KernelsSection(Record):
     """Which form of the ops runs; what ran stands in kernels.json."""

@@ -99,8 +99,8 @@ def layout_of(recipe: Recipe, shape: Architecture, rank: int = 0) -> Layout:
         names = trained_names(model.groups(), recipe.train)
         freeze_all_but(model, names)
         whole = {name: parameter.numel() for name, parameter in model.named_parameters()}
-        segments = None if sizes.segments == "auto" else sizes.segments
-        parallelize(model, mesh, segments=segments, receive=sizes.receive or 4 * recipe.memory.tile)
+        receive = sizes.receive_rows(recipe.memory.tile)
+        parallelize(model, mesh, segments=sizes.segments_per_rank, receive=receive)
         counted = _Counted(recipe, model)
         own = {name: local_part(parameter).numel() for name, parameter in model.named_parameters()}
         return Layout(

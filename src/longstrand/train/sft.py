@@ -178,8 +178,8 @@ def spread(recipe: Recipe, prepared: Prepared, mesh: Mesh) -> Training:
         parallelize(
             model,
             mesh,
-            segments=None if sizes.segments == "auto" else sizes.segments,
-            receive=sizes.receive or 4 * recipe.memory.tile,
+            segments=sizes.segments_per_rank,
+            receive=sizes.receive_rows(recipe.memory.tile),
         )
     check_spool(recipe, model)
     optimizer = _optimizer(recipe, model, prepared.trained)
