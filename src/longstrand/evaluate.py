@@ -41,10 +41,6 @@ __all__ = [
 ]
 
 
-_NOTHING = Pack.from_documents([torch.zeros(1, dtype=torch.int64)])
-"""A token without a target, for a rank that has no document while others have."""
-
-
 class ScoresTokens(Protocol):
     """What evaluation needs of a model."""
 
@@ -210,7 +206,7 @@ def _sum_by_position(
         before = mesh.data.rank + mesh.data.size * sum(len(one.ids) for one in own)
         # A rank without a document takes part: weights and experts are reached by all ranks at once. What fails here
         # on one rank alone ends its process: others may wait for it in an exchange.
-        logprobs = _logprobs(model, _NOTHING if pack is None else pack, tile, mesh)
+        logprobs = _logprobs(model, Pack.without_target() if pack is None else pack, tile, mesh)
         with together(mesh.world):  # judged and summed, without an exchange: what one rank refuses all refuse
             if pack is not None:
                 own.append(_score(pack, logprobs, edges, before))

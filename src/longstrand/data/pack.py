@@ -72,6 +72,11 @@ class Pack:
             starts=lengths.cumsum(0),
         )
 
+    @classmethod
+    def without_target(cls) -> Pack:
+        """One token that predicts nothing: for a rank that has no pack of its own where others have."""
+        return cls.from_documents([torch.zeros(1, dtype=torch.int64)])
+
     def __len__(self) -> int:
         return len(self.tokens)
 

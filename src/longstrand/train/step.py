@@ -150,7 +150,7 @@ class _Passes:
                 indexer_scale=settings.indexer_weight / rows,
                 aux_scale=settings.balance_rate if aux and pack is not None else 0.0,
             )
-            given = _nothing() if pack is None else pack
+            given = Pack.without_target() if pack is None else pack
             logprobs = self.model.token_logprobs(given, side=side, levers=self.levers)
             if pack is not None:
                 counts = _added(counts, side.expert_counts)
@@ -188,7 +188,9 @@ class _Passes:
         counts: dict[int, Tensor] = {}
         for _, pack in self._passes():
             side = SideLosses()
-            self.model.token_logprobs(_nothing() if pack is None else pack, side=side, levers=self.levers)
+            self.model.token_logprobs(
+                Pack.without_target() if pack is None else pack, side=side, levers=self.levers
+            )
             if pack is not None:
                 counts = _added(counts, side.expert_counts)
         return self._over_ranks(counts)
@@ -201,10 +203,6 @@ class _Passes:
         layers = [layer for layer, kind in enumerate(shape.mlp_layer_types) if kind == "sparse"]
         nothing = torch.zeros(shape.n_routed_experts, dtype=torch.int64, device=self.model.norm.weight.device)
         return {layer: world.sum(counts.get(layer, nothing).clone(), "expert counts") for layer in layers}
-
-
-def _nothing() -> Pack:
-    return Pack.from_documents([torch.zeros(1, dtype=torch.int64)])
 
 
 def _on_rank(rank: int, mesh: Mesh) -> str:
