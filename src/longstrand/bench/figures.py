@@ -64,8 +64,16 @@ ISSUES: dict[str, dict[str, str]] = {  # issue -> figure -> module, or module:fu
         "caught": "caught",
         "ray": "ray_run",
     },
+    "D": {
+        "memory": "planned_memory",
+        "time": "planned_time",
+        "anchors": "anchors",
+        "answers": "answers",
+        "audit": "audited",
+        "probe": "probed",
+    },
 }
-THREADS = {"A": 1, "B": 2, "C": 1}  # of each process
+THREADS = {"A": 1, "B": 2, "C": 1, "D": 1}  # of each process
 FIELDS = ("name", "asked", "measured", "pass", "skipped", "detail")
 WIDTHS = (46, 22, 22, 7)  # name, asked, measured, verdict: 100 columns with their gaps
 
