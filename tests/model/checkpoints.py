@@ -15,7 +15,7 @@ from transformers.models.glm5_next.configuration_glm5_next import Glm5NextConfig
 from transformers.models.glm5_next.modeling_glm5_next import Glm5NextForConditionalGeneration
 
 from longstrand.architecture import Architecture
-from longstrand.model.hf import keeps_float32, parameter_shapes
+from longstrand.plan.parameters import keeps_float32, parameter_shapes
 
 TEXT: dict[str, Any] = {
     **{"model_type": "glm5_next_text", "vocab_size": 23, "hidden_size": 20, "intermediate_size": 28},

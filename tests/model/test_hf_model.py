@@ -22,7 +22,7 @@ from test_hf_save import mixed
 from longstrand.data import Pack
 from longstrand.errors import UserError
 from longstrand.model import load_model, save_model
-from longstrand.model.hf import keeps_float32
+from longstrand.plan.parameters import keeps_float32
 
 PACK = Pack.from_documents(draw_documents(ARCHITECTURE, [9, 14], seed=0))
 

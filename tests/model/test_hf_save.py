@@ -31,7 +31,8 @@ from transformers.models.glm5_next.modeling_glm5_next import Glm5NextForConditio
 from longstrand.architecture import Architecture
 from longstrand.bench.oracle import _to_theirs
 from longstrand.errors import RunFailed, UserError
-from longstrand.model.hf import keeps_float32, load_into, read_architecture, save_from
+from longstrand.model.hf import load_into, read_architecture, save_from
+from longstrand.plan.parameters import keeps_float32
 
 PLAIN = {"attn_implementation": "eager", "experts_implementation": "eager"}
 

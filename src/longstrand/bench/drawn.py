@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from longstrand.architecture import Architecture
-from longstrand.model.hf import parameter_shapes
+from longstrand.plan.parameters import parameter_shapes
 
 LENGTHS = (1, 2, 3, 4, 5, 63, 64, 65, 129)
 _LAYERS = ("KKKD", "DK", "DDK", "KD", "D", "KDDK", "DKD", "K", "DDKDD")  # DD: full, then shared

@@ -20,7 +20,7 @@ from transformers.models.glm5_next.configuration_glm5_next import Glm5NextTextCo
 from transformers.models.glm5_next.modeling_glm5_next import Glm5NextTextIndexer, Glm5NextTextModel
 
 from longstrand.architecture import Architecture
-from longstrand.model.hf import parameter_shapes
+from longstrand.plan.parameters import parameter_shapes
 
 _TOPK = (torch.topk, torch.Tensor.topk)
 _RENAMED = (  # ours -> transformers' module names

@@ -27,7 +27,7 @@ def load_model(
     Args:
         folder_or_config: a folder with `config.json` and safetensors; or a config file, its contents, or an
             `Architecture`, for which weights are drawn (the same for every dtype).
-        dtype: float64 makes every tensor float64; otherwise some small tensors stay float32 (`hf.names.keeps_float32`).
+        dtype: float64 makes every tensor float64; otherwise some small tensors stay float32 (`keeps_float32`).
         seed, init: for drawn weights; see `draw_weights`.
 
     Raises:

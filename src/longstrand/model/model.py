@@ -17,7 +17,7 @@ from longstrand.memory.store import pass_demand
 from longstrand.memory.tiles import PackLayout, Shard
 from longstrand.model.dsa_layer import DsaLayer
 from longstrand.model.head import LogprobEnd
-from longstrand.model.hf import SourceInfo, keeps_float32
+from longstrand.model.hf import SourceInfo
 from longstrand.model.kda_layer import KdaLayer
 from longstrand.model.linear import Linear, Norm
 from longstrand.model.shards import Shards
@@ -26,17 +26,7 @@ from longstrand.ops.native import has_kernel
 from longstrand.ops.norm import rms_norm
 from longstrand.ops.precision import wide, wide_dtype
 from longstrand.parallel import deal, one_process
-
-GROUPS = (  # first match wins
-    ("embedding", ("embed_tokens.",)),
-    ("head", ("lm_head.",)),
-    ("mhc", (".hc_attn_", ".hc_ffn_")),
-    ("indexer", (".indexer.",)),
-    ("norms", ("norm.weight",)),
-    ("router", (".mlp.gate.",)),
-    ("experts", (".mlp.experts.", ".mlp.shared_experts.")),
-    ("dense", (".mlp.",)),
-)
+from longstrand.plan.parameters import GROUPS, group_of, keeps_float32
 
 
 class Model(nn.Module):
@@ -172,17 +162,10 @@ class Model(nn.Module):
 
     def groups(self) -> dict[str, list[str]]:
         """Parameter names by the group that a recipe trains or freezes."""
-        groups: dict[str, list[str]] = {name: [] for name in [*dict(GROUPS), "kda", "mla"]}
+        groups: dict[str, list[str]] = {name: [] for name in GROUPS}
         for name, _ in self.named_parameters():
-            groups[self._group(name)].append(name)
+            groups[group_of(name, self.architecture)].append(name)
         return {group: names for group, names in groups.items() if names}
-
-    def _group(self, name: str) -> str:
-        for group, parts in GROUPS:
-            if any(part in name for part in parts):
-                return group
-        layer = int(name.split(".")[1])
-        return "kda" if self.architecture.layer_types[layer] == "linear_attention" else "mla"
 
     def convert(self, dtype: torch.dtype) -> Model:
         """Casts to a dtype; what is kept in float32 stays so (float64 casts everything). Gradients are float32."""

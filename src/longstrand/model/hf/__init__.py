@@ -1,15 +1,12 @@
 """Weights in and out: Hugging Face folders, in the published and in transformers' own names."""
 
 from longstrand.model.hf.files import read_json
-from longstrand.model.hf.names import keeps_float32, parameter_shapes
 from longstrand.model.hf.read import SourceInfo, load_into, read_architecture, read_config
 from longstrand.model.hf.write import save_from
 
 __all__ = [
     "SourceInfo",
-    "keeps_float32",
     "load_into",
-    "parameter_shapes",
     "read_architecture",
     "read_config",
     "read_json",

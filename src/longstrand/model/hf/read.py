@@ -16,15 +16,8 @@ from longstrand.architecture import Architecture
 from longstrand.errors import UserError
 from longstrand.model.hf.files import DTYPES, FP8, WeightFiles, nearest, read_json
 from longstrand.model.hf.fp8 import dequantise, scale_name, scale_shape
-from longstrand.model.hf.names import (
-    Part,
-    Shape,
-    find_prefix,
-    full_name,
-    kept_aside,
-    parameter_shapes,
-    spellings,
-)
+from longstrand.model.hf.names import Part, find_prefix, full_name, kept_aside, spellings
+from longstrand.plan.parameters import Shape, parameter_shapes
 
 _log = logging.getLogger(__name__)
 _TIED_HEAD = Part("lm_head.weight", "embed_tokens.weight")

@@ -17,8 +17,9 @@ from longstrand.errors import RunFailed, UserError
 from longstrand.model.hf.config import written_config
 from longstrand.model.hf.files import DTYPES, FP8, INDEX, SINGLE, Entry, WeightFiles, computed, write_file
 from longstrand.model.hf.fp8 import dequantise, scale_name
-from longstrand.model.hf.names import PREFIX, Part, full_name, keeps_float32, published_parts
+from longstrand.model.hf.names import PREFIX, Part, full_name, published_parts
 from longstrand.model.hf.read import SourceInfo, named_tensors
+from longstrand.plan.parameters import keeps_float32
 
 SHARD_BYTES = 5 * 10**9
 # What stands beside the weights and describes them no less after training: tokenizer, generation, licence.
@@ -40,7 +41,7 @@ def save_from(
     has moved since is written as the source has it.
 
     Args:
-        model: has `architecture` and the parameters of `names.parameter_shapes`.
+        model: has `architecture` and the parameters of `plan.parameters.parameter_shapes`.
         source: what `load_into` returned. Vision and multi-token-prediction tensors and the tokenizer's files
             are copied from its folder; without vision the config gets a vision tower of the smallest kind.
         dtype: writes this dtype instead; float32-kept tensors are not written narrower than float32.

@@ -1,4 +1,4 @@
-"""Compiles the ops' `kernel.cpp` files into one library, once per source, compiler and processor."""
+"""Compiles C++ sources into a library, once per source, compiler and processor."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import signal
 import subprocess
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 COMPILER = "g++"
@@ -26,26 +27,44 @@ class CannotBuild(Exception):
     """Why there is no library; the message is for people."""
 
 
-def loaded_library(cache: Path | None = None) -> ctypes.CDLL:
-    """The kernels, ready to be called; a damaged file in the cache is built again once.
+@dataclass(frozen=True)
+class Sources:
+    """What a library is made of.
+
+    Attributes:
+        headers: files that the sources include; a change of one makes the library anew.
+    """
+
+    files: tuple[Path, ...]
+    headers: tuple[Path, ...]
+    flags: tuple[str, ...]
+
+
+def kernel_sources() -> Sources:
+    """The kernels of the ops."""
+    return Sources(tuple(sorted(OPS.glob("*/*.cpp"))), tuple(sorted(OPS.glob("native/*.h"))), FLAGS)
+
+
+def loaded_library(cache: Path | None = None, sources: Sources | None = None) -> ctypes.CDLL:
+    """The library of some sources (default: the kernels); a damaged file in the cache is built again once.
 
     Raises:
         CannotBuild: as `built_library`, or what was built cannot be loaded.
     """
     cache = cache or _cache_folder()
-    library = built_library(cache)
+    library = built_library(cache, sources)
     try:
         return ctypes.CDLL(str(library))
     except OSError:
         with contextlib.suppress(OSError):  # of a cache that cannot be written: it fails again below
             library.unlink()
     try:
-        return ctypes.CDLL(str(built_library(cache)))
+        return ctypes.CDLL(str(built_library(cache, sources)))
     except OSError as error:
         raise CannotBuild(f"the built kernels cannot be loaded: {error}") from error
 
 
-def built_library(cache: Path) -> Path:
+def built_library(cache: Path, sources: Sources | None = None) -> Path:
     """The library's file, compiled (about 11 s) where the cache has none for these sources on this processor.
 
     Raises:
@@ -54,7 +73,7 @@ def built_library(cache: Path) -> Path:
     compiler = shutil.which(COMPILER)
     if compiler is None:
         raise CannotBuild(f"no C++ compiler: {COMPILER} is not on the PATH")
-    sources = sorted(OPS.glob("*/*.cpp"))
+    sources = sources or kernel_sources()
     library = cache / f"{_fingerprint(compiler, sources)}.so"
     try:
         if not library.exists():
@@ -78,10 +97,10 @@ def _cache_folder() -> Path:
         raise CannotBuild("no home folder is known to keep the kernels in") from None
 
 
-def _compile(compiler: str, sources: list[Path], library: Path) -> None:
+def _compile(compiler: str, sources: Sources, library: Path) -> None:
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         made = Path(folder) / "kernels.so"
-        code, said = _run([compiler, *FLAGS, "-o", str(made), *map(str, sources)])
+        code, said = _run([compiler, *map(str, sources.files), *sources.flags, "-o", str(made)])
         if code:
             errors = [line for line in said.splitlines() if "error" in line] or said.splitlines()
             reason = errors[0] if errors else f"exit status {code}"
@@ -115,10 +134,10 @@ def _run(command: list[str]) -> tuple[int, str]:
     return process.returncode, said.strip()
 
 
-def _fingerprint(compiler: str, sources: list[Path]) -> str:
+def _fingerprint(compiler: str, sources: Sources) -> str:
     _, version = _run([compiler, "--version"])
-    digest = hashlib.sha256("\n".join([version, *FLAGS, platform.machine(), _processor()]).encode())
-    for source in [*sources, *sorted(OPS.glob("native/*.h"))]:
+    digest = hashlib.sha256("\n".join([version, *sources.flags, platform.machine(), _processor()]).encode())
+    for source in [*sources.files, *sources.headers]:
         digest.update(source.read_bytes())
     return digest.hexdigest()[:24]
 

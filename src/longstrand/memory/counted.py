@@ -1,0 +1,81 @@
+"""Bytes of all living tensors, counted where they are allocated: on a GPU by torch, on a CPU by a counter of ours."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from pathlib import Path
+from types import TracebackType
+
+import torch
+
+from longstrand.ops.native.build import CannotBuild, Sources, loaded_library
+
+_TORCH = Path(torch.__file__).parent
+
+
+class CountedMemory:
+    """Counts the living bytes of tensors of this thread and device while it is open; `take()` gives the peak.
+
+    What an operation allocates inside itself is counted too, and what a library takes past torch's allocator is not.
+    On a CPU one allocation costs about 0.1 us more. A profiler cannot be used inside.
+
+    Attributes:
+        why_not: why nothing is counted; None where it is.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device if device.type == "cuda" else None
+        self._counter: ctypes.CDLL | None = None
+        self.why_not: str | None = None
+        if self._cuda is None:
+            try:
+                self._counter = _counter()
+            except CannotBuild as error:
+                self.why_not = str(error)
+
+    def __enter__(self) -> CountedMemory:
+        if self._counter is not None:
+            self._counter.start_counting()
+        elif self._cuda is not None:
+            torch.cuda.reset_peak_memory_stats(self._cuda)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._counter is not None:
+            self._counter.stop_counting()
+
+    def live(self) -> int | None:
+        """Bytes that live now; None where nothing is counted."""
+        if self._cuda is not None:
+            return torch.cuda.memory_allocated(self._cuda)
+        return None if self._counter is None else int(self._counter.live_bytes())
+
+    def take(self) -> int | None:
+        """The most bytes that lived at once since the last call, or since the start; None where nothing is counted."""
+        if self._cuda is not None:
+            peak = torch.cuda.max_memory_allocated(self._cuda)
+            torch.cuda.reset_peak_memory_stats(self._cuda)
+            return peak
+        return None if self._counter is None else int(self._counter.take_most())
+
+
+@cache
+def _counter() -> ctypes.CDLL:
+    """The counter, compiled once per machine (about 1 s)."""
+    flags = (
+        "-std=c++20",
+        "-O2",
+        "-fPIC",
+        "-shared",
+        f"-I{_TORCH / 'include'}",
+        f"-L{_TORCH / 'lib'}",
+        "-lc10",
+    )
+    version = f"-DTORCH_{torch.__version__.replace('.', '_').replace('+', '_')}"  # a new torch, a new library
+    library = loaded_library(sources=Sources((Path(__file__).parent / "counter.cpp",), (), (*flags, version)))
+    for name in ("live_bytes", "take_most"):
+        getattr(library, name).restype = ctypes.c_int64
+    return library

@@ -1,0 +1,64 @@
+"""The counter of living tensor bytes: against sizes that are known."""
+
+import threading
+
+import pytest
+import torch
+
+from longstrand.memory.counted import CountedMemory
+from longstrand.ops.native import build
+
+
+@pytest.fixture
+def counted():
+    with CountedMemory(torch.device("cpu")) as memory:
+        if memory.why_not is not None:
+            pytest.skip(memory.why_not)
+        memory.take()
+        yield memory
+
+
+def test_a_tensor_counts_with_all_its_bytes_while_it_lives(counted):
+    before = counted.live()
+    x = torch.empty(1000, 33)
+    assert counted.live() - before == 132_000
+    view = x[5:]
+    del x
+    assert counted.live() - before == 132_000
+    del view
+    assert counted.live() == before
+    assert counted.take() - before == 132_000
+
+
+def test_what_a_backward_makes_is_counted(counted):
+    before = counted.live()
+    x = torch.empty(512, 512).requires_grad_()
+    x.square().sum().backward()
+    assert counted.live() - before == 2 * 512 * 512 * 4
+    # at once: x, its square (freed after the sum), then x.grad with 2 x and the expanded gradient's product
+    assert counted.take() - before >= 3 * 512 * 512 * 4
+
+
+def test_the_peak_begins_anew_at_what_lives(counted):
+    x = torch.empty(4096)
+    counted.take()
+    assert counted.take() == counted.live() >= x.nbytes
+
+
+def test_what_another_thread_makes_is_its_own(counted):
+    before = counted.live()
+    thread = threading.Thread(target=lambda: torch.empty(10_000))
+    thread.start()
+    thread.join()
+    assert counted.take() == before
+
+
+def test_without_a_compiler_it_says_why(monkeypatch):
+    monkeypatch.setattr(build, "COMPILER", "no-such-compiler")
+    from longstrand.memory import counted as module
+
+    module._counter.cache_clear()
+    with CountedMemory(torch.device("cpu")) as memory:
+        assert "no-such-compiler" in (memory.why_not or "")
+        assert memory.take() is None
+    module._counter.cache_clear()
