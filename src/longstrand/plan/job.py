@@ -1,0 +1,137 @@
+"""What is planned: a model, a sequence, ranks and levers; all that bytes and seconds depend on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from longstrand.architecture import Architecture
+from longstrand.config import MemorySection, ParallelSection, Recipe
+from longstrand.plan.parameters import Shape, group_of, keeps_float32, parameter_shapes
+
+Dtype = Literal["float32", "bfloat16", "float64"]
+Form = Literal["native", "portable"]
+
+ITEMSIZE: dict[str, int] = {"bfloat16": 2, "float32": 4, "float64": 8}
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run, as far as a planner needs to know it.
+
+    Attributes:
+        length: tokens of a sequence, a single document.
+        sequences_per_step: over all data ranks.
+        trainable, indexer, balance: as in `[train]`.
+        form: of the ops: compiled CPU kernels, or plain torch.
+        data_skew: what the busiest expert rank receives, over the mean of all.
+        threads: CPU threads of torch.
+    """
+
+    shape: Architecture
+    length: int
+    sequences_per_step: int = 1
+    dtype: Dtype = "bfloat16"
+    trainable: tuple[str, ...] = ("all",)
+    indexer: Literal["frozen", "warmup", "sparse"] = "frozen"
+    balance: Literal["none", "bias", "aux"] = "none"
+    memory: MemorySection = field(default_factory=MemorySection)
+    parallel: ParallelSection = field(default_factory=ParallelSection)
+    form: Form = "portable"
+    data_skew: float = 1.0
+    threads: int = 1
+
+    @classmethod
+    def of(cls, recipe: Recipe, shape: Architecture, form: Form, data_skew: float = 1.0) -> Job:
+        """A recipe's run of a model with this shape."""
+        train = recipe.train
+        return cls(
+            shape=shape,
+            length=recipe.data.length,
+            sequences_per_step=train.sequences_per_step,
+            dtype=recipe.run.dtype,
+            trainable=tuple(train.trainable),
+            indexer=train.indexer,
+            balance=train.balance,
+            memory=recipe.memory,
+            parallel=recipe.parallel,
+            form=form,
+            data_skew=data_skew,
+            threads=recipe.run.threads or 1,
+        )
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a value of the model's dtype."""
+        return ITEMSIZE[self.dtype]
+
+    @property
+    def wide(self) -> int:
+        """Bytes of a value in float32 or wider: gradients, states, scores, moments."""
+        return max(4, self.itemsize)
+
+    @property
+    def world(self) -> int:
+        return self.parallel.world
+
+    @property
+    def passes(self) -> int:
+        """Sequences of a step that one rank computes a part of."""
+        return -(-self.sequences_per_step // self.parallel.data)
+
+    def trains(self, parameter: str) -> bool:
+        """Whether a parameter receives gradients."""
+        if parameter.endswith("e_score_correction_bias"):
+            return False
+        group = group_of(parameter, self.shape)
+        if self.indexer == "warmup":
+            return group == "indexer"
+        return (self.trainable == ("all",) or group in self.trainable) and (
+            group != "indexer" or self.indexer != "frozen"
+        )
+
+    def weights(self) -> list[Weight]:
+        """Every parameter and buffer of the model."""
+        return [
+            Weight(name, shape, self.wide if keeps_float32(name) else self.itemsize, self.trains(name))
+            for name, shape in parameter_shapes(self.shape).items()
+        ]
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One parameter or buffer.
+
+    Attributes:
+        itemsize: bytes of a value.
+    """
+
+    name: str
+    shape: Shape
+    itemsize: int
+    trains: bool
+
+    @property
+    def layer(self) -> int | None:
+        """None: of embedding, last norm or head."""
+        return int(self.name.split(".")[1]) if self.name.startswith("layers.") else None
+
+    @property
+    def is_expert(self) -> bool:
+        """Whether it is a routed expert's: the first dim counts experts."""
+        return ".mlp.experts." in self.name
+
+    @property
+    def is_buffer(self) -> bool:
+        return self.name.endswith("e_score_correction_bias")
+
+    @property
+    def num_values(self) -> int:
+        total = 1
+        for size in self.shape:
+            total *= size
+        return total
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_values * self.itemsize
