@@ -7,7 +7,10 @@ from transformers.models.glm5_next.configuration_glm5_next import Glm5NextTextCo
 from transformers.models.glm5_next.modeling_glm5_next import Glm5NextTextModel
 
 from longstrand.bench._small_models import architecture
-from longstrand.bench.flops import (
+from longstrand.ops.kda import kda_reference
+from longstrand.ops.mhc import mhc_update_reference
+from longstrand.ops.sparse_attention import sparse_attention_reference
+from longstrand.plan.products import (
     dsa_terms,
     feed_forward_terms,
     indexer_terms,
@@ -18,9 +21,6 @@ from longstrand.bench.flops import (
     step_flops,
     terms,
 )
-from longstrand.ops.kda import kda_reference
-from longstrand.ops.mhc import mhc_update_reference
-from longstrand.ops.sparse_attention import sparse_attention_reference
 
 TOKENS = 24
 

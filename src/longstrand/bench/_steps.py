@@ -18,13 +18,13 @@ import torch
 from longstrand.architecture import Architecture
 from longstrand.bench._profile import profile
 from longstrand.bench._trial import Trial
-from longstrand.bench.flops import step_flops
 from longstrand.config import DataSection, TrainSection
 from longstrand.data import open_data
 from longstrand.data.pack import Pack
 from longstrand.model import Model, load_model
 from longstrand.ops.native import use_native
 from longstrand.peak_memory import PeakMemory, resident_bytes
+from longstrand.plan.products import step_flops
 from longstrand.train.optimizer import Optimizer, freeze_all_but, trained_names
 from longstrand.train.step import take_step
 

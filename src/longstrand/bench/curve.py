@@ -21,7 +21,7 @@ from longstrand.bench._results import publish
 from longstrand.bench._steps import architecture, median_seconds
 from longstrand.bench._trial import Trial, parser, run_apart, trial_from
 from longstrand.bench.figures import show
-from longstrand.bench.flops import mean_pools, terms
+from longstrand.plan.products import mean_pools, terms
 
 LENGTHS = (16_384, 65_536, 262_144, 1_048_576)
 ASKED = 2.5

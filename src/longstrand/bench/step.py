@@ -5,7 +5,7 @@ forward and backward of the mean loss of next tokens; the optimizer, the same on
 
     longstrand bench step [LENGTH ...] [--rounds N] [--ours] [--profile] [settings of our side]
 
-Model FLOP/s count the products of the model's definition (no recompute; `bench/flops.py` has every term), and their
+Model FLOP/s count the products of the model's definition (no recompute; `plan/products.py` has every term), and their
 share is of the rate of a 1,024^3 product of the same dtype and threads, measured in the same process.
 """
 
@@ -22,7 +22,7 @@ from longstrand.bench._results import print_table, publish
 from longstrand.bench._steps import architecture
 from longstrand.bench._trial import Side, Trial, parser, run_apart, trial_from
 from longstrand.bench.figures import show
-from longstrand.bench.flops import terms
+from longstrand.plan.products import terms
 
 ONE_THREAD = {4096: 8.0, 8192: 20.0}  # length -> at least this many times the oracle's tokens per second
 TWO_THREADS = {8192: 40.0, 16_384: 100.0}

@@ -10,8 +10,8 @@ from typing import Any
 
 from longstrand.bench._steps import architecture
 from longstrand.bench._trial import Trial, run_apart
-from longstrand.bench.flops import terms
 from longstrand.bench.step import median
+from longstrand.plan.products import terms
 
 TOKENS = 16_384
 ASKED, AIMED = 0.25, 0.35

@@ -30,6 +30,7 @@ from longstrand.model.parallelize import parallelize
 from longstrand.ops.precision import wide_dtype
 from longstrand.parallel import Deal, deal, local_part, make_mesh
 from longstrand.parallel.pretended import pretended_ranks
+from longstrand.plan.exchanges import dsa_received, kda_received, moe_received
 from longstrand.train.levers import require_fewer_streams
 from longstrand.train.optimizer import freeze_all_but, trained_names
 
@@ -234,30 +235,15 @@ class _Counted:
         }
 
     def received(self) -> dict[tuple[str, str], int]:
-        """Bytes from other ranks, of one layer and one sequence; experts as if tokens chose them evenly.
-
-        Left out is what no length and no width makes large: counts, tails, the few rows before a DSA layer's segments.
-        """
+        """Bytes from other ranks, of one layer and one sequence; see `plan/exchanges.py`."""
         found: dict[tuple[str, str], int] = {}
-        shape, n, e = self.shape, self.mesh.context.size, self.itemsize
+        shape, n, e, w = self.shape, self.mesh.context.size, self.itemsize, self.wide
         if n > 1:
-            own, inner = len(self.pack.segments), shape.linear_num_heads * shape.linear_head_dim
-            states = own * inner * shape.linear_head_dim * self.wide
-            found["KDA: summaries and states", "forward"] = 3 * states * (n - 1) // n
-            found["KDA: summaries and states", "backward"] = 2 * states * (n - 1) // n
-            halo = own * (shape.linear_conv_kernel_dim - 1) * 3 * inner * e
-            found["KDA: convolution inputs", "there and back"] = 2 * halo
-            latents, keys = self._dsa_values()
-            gathered, learns = (latents + keys) * e, self.recipe.train.indexer != "frozen"
-            summed = (latents + keys * learns) * self.wide
-            found["DSA: latents and pool keys", "forward"] = gathered * (n - 1) // n
-            found["DSA: latents and pool keys", "backward"] = (gathered + summed) * (n - 1) // n
+            learns = self.recipe.train.indexer != "frozen"
+            found |= kda_received(shape, len(self.pack.segments), n, e, w)
+            found |= dsa_received(*self._dsa_values(), n, e, w, indexer_learns=learns)
         if self.mesh.expert.size > 1:
-            row = shape.hidden_size * e
-            pairs = self.pack.num_tokens * shape.num_experts_per_tok
-            away = pairs * (self.mesh.expert.size - 1) // self.mesh.expert.size
-            found["MoE: tokens", "forward"] = 2 * away * row
-            found["MoE: tokens", "backward"] = 5 * away * row
+            found |= moe_received(shape, self.pack.num_tokens, self.mesh.expert.size, e)
         elsewhere = [(p, p.numel() - local_part(p).numel()) for p in self._largest_layer()]
         weights = sum(values * p.dtype.itemsize for p, values in elsewhere)
         gradients = sum(values * self.wide for p, values in elsewhere if p.requires_grad)

@@ -7,13 +7,17 @@ convolution's four taps, Sinkhorn, softmax, top-k) is left out on purpose: it ma
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from longstrand.architecture import KDA, Architecture
 
+Kind = Literal["projections", "experts", "delta rule", "attention", "scores", "streams", "head"]
+"""What is computed alike, and so reaches a like part of a device's rate."""
+
 
 @dataclass(frozen=True)
-class Term:
+class Products:
     """Operations per token of one forward pass.
 
     Args:
@@ -25,6 +29,7 @@ class Term:
 
     name: str
     forward: float
+    kind: Kind
     learns: bool = True
     grows: bool = False
 
@@ -39,19 +44,19 @@ class Term:
         return self.forward * (4 if self.learns else 1)
 
 
-def terms(shape: Architecture, length: int) -> list[Term]:
+def terms(shape: Architecture, length: int) -> list[Products]:
     """All terms of one document of `length` tokens, means over its tokens; the indexer is frozen."""
-    found: dict[Term, int] = {}
+    found: dict[Products, int] = {}
     for index, kind in enumerate(shape.layer_types):
         mixer = kda_terms(shape) if kind == KDA else dsa_terms(shape, length, shape.indexer_types[index])
         for term in [*mixer, *feed_forward_terms(shape, shape.mlp_layer_types[index]), *mhc_terms(shape)]:
             found[term] = found.get(term, 0) + 1
     layers = [
-        Term(f"{term.name}, {count} x", term.forward * count, term.learns, term.grows)
+        replace(term, name=f"{term.name}, {count} x", forward=term.forward * count)
         for term, count in found.items()
     ]
     head = 2 * shape.hidden_size * shape.vocab_size
-    return [*layers, Term(f"head {shape.hidden_size} x {shape.vocab_size}", head)]
+    return [*layers, Products(f"head {shape.hidden_size} x {shape.vocab_size}", head, "head")]
 
 
 def step_flops(shape: Architecture, length: int) -> float:
@@ -59,7 +64,7 @@ def step_flops(shape: Architecture, length: int) -> float:
     return sum(term.step for term in terms(shape, length))
 
 
-def kda_terms(shape: Architecture) -> list[Term]:
+def kda_terms(shape: Architecture) -> list[Products]:
     """A linear-attention mixer: projections, and the delta rule's three products per head with a state [K, V].
 
     Per token and head: S^T k, k (v - S^T k)^T and S^T q, 2 K V each.
@@ -68,13 +73,19 @@ def kda_terms(shape: Architecture) -> list[Term]:
     inner = heads * head
     gates = 2 * (2 * width * head + 2 * head * inner) + 2 * width * heads
     return [
-        Term(f"KDA q, k, v, o {width} x {inner}", 4 * 2 * width * inner),
-        Term(f"KDA decay and gate {width} x {head} x {inner}, beta {width} x {heads}", gates),
-        Term(f"KDA state {heads} x {head} x {head}: read, update, read", heads * 3 * 2 * head * head),
+        Products(f"KDA q, k, v, o {width} x {inner}", 4 * 2 * width * inner, "projections"),
+        Products(
+            f"KDA decay and gate {width} x {head} x {inner}, beta {width} x {heads}", gates, "projections"
+        ),
+        Products(
+            f"KDA state {heads} x {head} x {head}: read, update, read",
+            heads * 3 * 2 * head * head,
+            "delta rule",
+        ),
     ]
 
 
-def dsa_terms(shape: Architecture, length: int, indexer: str) -> list[Term]:
+def dsa_terms(shape: Architecture, length: int, indexer: str) -> list[Products]:
     """A sparse-attention mixer in latent space, where keys and values of the selected tokens are never formed.
 
     Per token: queries H x qk into the latent (absorbed key projection), attention to n tokens (two products of
@@ -85,45 +96,71 @@ def dsa_terms(shape: Architecture, length: int, indexer: str) -> list[Term]:
     attended = mean_attended(length, shape.index_topk, shape.index_kpool)
     projections = width * query + query * heads * head + width * latent + heads * value * width
     found = [
-        Term(f"DSA q {width} x {query} x {heads * head}, latent {latent}, o", 2 * projections),
-        Term(f"DSA absorbed {heads} x ({head} + {value}) x {latent}", 2 * heads * (head + value) * latent),
-        Term(f"DSA attention {heads} x {latent}, {attended:.0f} tokens", 4 * heads * latent * attended),
+        Products(
+            f"DSA q {width} x {query} x {heads * head}, latent {latent}, o", 2 * projections, "projections"
+        ),
+        Products(
+            f"DSA absorbed {heads} x ({head} + {value}) x {latent}",
+            2 * heads * (head + value) * latent,
+            "projections",
+        ),
+        Products(
+            f"DSA attention {heads} x {latent}, {attended:.0f} tokens",
+            4 * heads * latent * attended,
+            "attention",
+        ),
     ]
     if indexer == "full":
         found += indexer_terms(shape, length)
     return found
 
 
-def indexer_terms(shape: Architecture, length: int) -> list[Term]:
+def indexer_terms(shape: Architecture, length: int) -> list[Products]:
     """A frozen indexer: projections, pool keys, and the scores of all visible pools (causal mean), forward only."""
     width, heads, head = shape.hidden_size, shape.index_n_heads, shape.index_head_dim
     pools = mean_pools(length, shape.index_kpool)
     projections = shape.q_lora_rank * heads * head + 2 * width * head + width * heads
     scores = 2 * heads * head * pools
     return [
-        Term(f"indexer {heads} x {head}: q, k, gate, weights", 2 * projections, learns=False),
-        Term(f"indexer scores {heads} x {head}, {pools:.0f} pools", scores, learns=False, grows=True),
+        Products(
+            f"indexer {heads} x {head}: q, k, gate, weights", 2 * projections, "projections", learns=False
+        ),
+        Products(
+            f"indexer scores {heads} x {head}, {pools:.0f} pools", scores, "scores", learns=False, grows=True
+        ),
     ]
 
 
-def feed_forward_terms(shape: Architecture, kind: str) -> list[Term]:
+def feed_forward_terms(shape: Architecture, kind: str) -> list[Products]:
     """Dense: three products of D x F. Mixture: the router, the active experts and the shared one."""
     width, inner = shape.hidden_size, shape.moe_intermediate_size
     if kind == "dense":
-        return [Term(f"dense 3 x {width} x {shape.intermediate_size}", 6 * width * shape.intermediate_size)]
+        return [
+            Products(
+                f"dense 3 x {width} x {shape.intermediate_size}",
+                6 * width * shape.intermediate_size,
+                "experts",
+            )
+        ]
     active, shared = shape.num_experts_per_tok, shape.n_shared_experts
     return [
-        Term(f"router {width} x {shape.n_routed_experts}", 2 * width * shape.n_routed_experts),
-        Term(f"experts {active} + {shared}, 3 x {width} x {inner}", (active + shared) * 6 * width * inner),
+        Products(
+            f"router {width} x {shape.n_routed_experts}", 2 * width * shape.n_routed_experts, "projections"
+        ),
+        Products(
+            f"experts {active} + {shared}, 3 x {width} x {inner}",
+            (active + shared) * 6 * width * inner,
+            "experts",
+        ),
     ]
 
 
-def mhc_terms(shape: Architecture) -> list[Term]:
+def mhc_terms(shape: Architecture) -> list[Products]:
     """The two sites of a layer: coefficients (R D) x R (2 + R), pre x, post out and comb^T x."""
     streams, width = shape.hc_mult, shape.hidden_size
     coefficients = 2 * streams * width * streams * (2 + streams)
     mixing = 2 * streams * width + 2 * streams * width + 2 * streams * streams * width
-    return [Term(f"mHC 2 sites, {streams} x {width}", 2 * (coefficients + mixing))]
+    return [Products(f"mHC 2 sites, {streams} x {width}", 2 * (coefficients + mixing), "streams")]
 
 
 def mean_pools(length: int, kpool: int) -> float:
