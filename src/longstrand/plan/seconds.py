@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from longstrand.plan.devices import Device
 from longstrand.plan.job import Job
+from longstrand.plan.links import exchange_work, host_optimizer_work, offload_work
+from longstrand.plan.operations import Work, memory_work, product_work, start_work
+from longstrand.plan.passes import Passes
+from longstrand.plan.rates import per_second, share_of
 
 
 @dataclass(frozen=True)
@@ -44,8 +48,31 @@ def plan_seconds(job: Job, device: Device, fitted: Mapping[str, float] | None = 
     Args:
         fitted: factors of the terms, by name, from finished runs (`plan --calibrate`); None: estimates.
     """
-    # A first sketch, until operations are counted here.
-    active = 100e9 if job.shape.num_hidden_layers > 8 else 1e7
-    rate = (device.bfloat16_tflops if job.dtype == "bfloat16" else device.float32_tflops) * 1e12 * 0.3
-    tokens = job.length * job.sequences_per_step
-    return Seconds((TimeTerm("products", tokens * active / rate / job.world, "all", "estimated: sketch"),))
+    factors, passes = fitted or {}, Passes(job)
+    work = [*product_work(passes), *memory_work(passes), start_work(passes), *exchange_work(passes)]
+    terms = [_term(each, job, device, factors) for each in work]
+    terms += _copies(passes, device, factors, sum(term.seconds for term in terms))
+    return Seconds(tuple(term for term in terms if term.seconds > 0))
+
+
+def _copies(
+    passes: Passes, device: Device, factors: Mapping[str, float], computing: float
+) -> Iterator[TimeTerm]:
+    """Of what leaves the device: layer inputs move while tiles are computed, so only what takes longer counts."""
+    job, offload, optimizer = passes.job, offload_work(passes), host_optimizer_work(passes)
+    if offload is not None:
+        whole = _term(offload, job, device, factors)
+        why = f"{whole.why}: {whole.seconds:.3g} s of copies beside {computing:.3g} s of other work; what is left over"
+        yield TimeTerm(whole.name, max(0.0, whole.seconds - computing), why, whole.evidence)
+    if optimizer is not None:
+        yield _term(optimizer, job, device, factors)
+
+
+def _term(work: Work, job: Job, device: Device, factors: Mapping[str, float]) -> TimeTerm:
+    seconds = work.amount / per_second(work.rate, job, device, work.span)
+    if work.name in factors:
+        factor = factors[work.name]
+        return TimeTerm(
+            work.name, seconds * factor, work.why, f"measured: {factor:.3g} x the estimate, as calibrated"
+        )
+    return TimeTerm(work.name, seconds, work.why, share_of(work.rate, job, device).evidence)

@@ -1,0 +1,283 @@
+"""Factors that turn a plan's estimated seconds into those that finished runs took; no torch.
+
+A run has seconds of a step, and its plan's terms t_j in estimated seconds. One scale s for all terms makes the largest
+part of the way. Then each term has a factor s g_j, with all g_j >= 0 and
+
+    sum over runs of ((sum_j s g_j t_j) / measured - 1)^2 / NOISE^2  +  sum_j (g_j - 1)^2 / SPREAD^2   least,
+
+so that a term that the runs tell nothing about stays at the common scale, and one that they determine moves freely.
+Errors are relative: a short run counts as much as a long one.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from longstrand.atomic import write_atomic
+from longstrand.errors import UserError
+
+NOISE = 0.03
+"""Relative spread of a run's median step: two runs of the same settings differ by about that."""
+
+SPREAD = 0.5
+"""How far an estimate may be off, relative to the others."""
+
+SMALL = 0.01
+"""Of a step in every run: a term below it cannot be told, and keeps its estimate."""
+
+FEWEST = 3
+"""Runs of different settings."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A run as a calibration takes it.
+
+    Attributes:
+        terms: estimated seconds of a step, by name.
+        seconds: what a step took.
+    """
+
+    name: str
+    terms: Mapping[str, float]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Row:
+    """One run, before and after; errors are predicted over measured, less 1.
+
+    Attributes:
+        left_out: error of a calibration on all other runs; None where they are too few.
+    """
+
+    name: str
+    seconds: float
+    before: float
+    after: float
+    left_out: float | None
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What finished runs say about a plan's seconds.
+
+    Attributes:
+        factors: of the terms, by name, for `plan_seconds(..., fitted=...)`.
+        rows: of the runs.
+        notes: what was determined and what was not, in words.
+        where: device, form of the ops and dtype of the runs.
+    """
+
+    factors: Mapping[str, float]
+    rows: tuple[Row, ...]
+    notes: tuple[str, ...]
+    where: str = ""
+
+    def show(self) -> list[tuple[str, str, str, str, str]]:
+        """Rows of a table: run, seconds measured, errors before, after, and with the run left out."""
+        return [
+            (
+                row.name,
+                f"{row.seconds:.4g}",
+                f"{row.before:+.1%}",
+                f"{row.after:+.1%}",
+                _percent(row.left_out),
+            )
+            for row in self.rows
+        ]
+
+    def write(self, path: Path) -> None:
+        """As JSON, for `load_factors`.
+
+        Raises:
+            UserError: it cannot be written.
+        """
+        record = {"version": 1, "where": self.where, "factors": dict(self.factors), "notes": list(self.notes)}
+        write_atomic(path, json.dumps(record | {"runs": [asdict(row) for row in self.rows]}, indent=1) + "\n")
+
+
+def calibrate(runs: Sequence[Path]) -> Calibration:
+    """Fits the terms of finished runs' plans to what their steps took.
+
+    Raises:
+        UserError: a folder lacks a file of a measured run, the runs are of several devices, or too few differ.
+    """
+    read = [_read_run(Path(run)) for run in runs]
+    places = sorted({where for where, _ in read})
+    if len(places) > 1:
+        raise UserError(
+            f"--calibrate: the runs are of different devices, ops or dtypes ({'; '.join(places)}); calibrate each apart"
+        )
+    found = fit([measured for _, measured in read])
+    return Calibration(found.factors, found.rows, found.notes, places[0])
+
+
+def fit(measured: Sequence[Measured]) -> Calibration:
+    """The factors, and how far predictions were off before and are after.
+
+    Raises:
+        UserError: fewer than `FEWEST` runs have settings of their own.
+    """
+    distinct = {
+        tuple(round(math.log(max(value, 1e-12)), 1) for value in run.terms.values()) for run in measured
+    }
+    if len(distinct) < FEWEST:
+        raise UserError(
+            f"--calibrate: {len(measured)} runs of {len(distinct)} settings: it takes at least {FEWEST} that differ in "
+            "length, tile or shape; add runs"
+        )
+    factors, notes = _factors(measured)
+    rows = []
+    for place, run in enumerate(measured):
+        others = [*measured[:place], *measured[place + 1 :]]
+        left_out = _error(run, _factors(others)[0]) if len(others) >= FEWEST else None
+        rows.append(Row(run.name, run.seconds, _error(run, {}), _error(run, factors), left_out))
+    return Calibration(factors, tuple(rows), tuple([*notes, _summary(rows)]))
+
+
+def load_factors(path: Path) -> dict[str, float]:
+    """The factors of a file that a calibration wrote.
+
+    Raises:
+        UserError: it is no such file.
+    """
+    found = _read_json(path)
+    factors = found.get("factors") if isinstance(found, dict) else None
+    if not isinstance(factors, dict) or not all(_is_positive(value, zero=True) for value in factors.values()):
+        raise UserError(f"{path}: not a calibration; write one with `longstrand plan --calibrate RUN...`")
+    return {str(name): float(value) for name, value in factors.items()}
+
+
+def least_squares(matrix: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+    """The x >= 0 with the least |matrix x - wanted|^2.
+
+    Source: Lawson and Hanson, Solving Least Squares Problems (1974), algorithm NNLS.
+    """
+    count = matrix.shape[1]
+    x, free = np.zeros(count), np.zeros(count, dtype=bool)
+    for _ in range(3 * count):
+        pull = np.where(free, -np.inf, matrix.T @ (wanted - matrix @ x))
+        if free.all() or pull.max() <= 1e-12:
+            break
+        free[int(pull.argmax())] = True
+        while True:
+            tried = np.zeros(count)
+            tried[free] = np.linalg.lstsq(matrix[:, free], wanted, rcond=None)[0]
+            bad = free & (tried <= 0)
+            if not bad.any():
+                break
+            step = (x[bad] / np.maximum(x[bad] - tried[bad], 1e-300)).min()
+            x = x + step * (tried - x)
+            free &= x > 1e-14
+        x = tried
+    return x
+
+
+def _factors(measured: Sequence[Measured]) -> tuple[dict[str, float], list[str]]:
+    names = list(dict.fromkeys(name for run in measured for name in run.terms))
+    table = np.array([[run.terms.get(name, 0.0) / run.seconds for name in names] for run in measured])
+    shares = table / table.sum(axis=1, keepdims=True)
+    told = [place for place in range(len(names)) if shares[:, place].max() >= SMALL]
+    rest = table.sum(axis=1) - table[:, told].sum(axis=1)
+    parts, wanted = table[:, told], 1 - rest
+    whole = parts.sum(axis=1)
+    scale = max(float(whole @ wanted / (whole @ whole)), 1e-6)
+    prior = np.eye(len(told)) / SPREAD
+    stacked = np.concatenate([scale * parts / NOISE, prior])
+    moved = least_squares(stacked, np.concatenate([wanted / NOISE, prior.sum(axis=1)]))
+    known = np.sqrt(np.linalg.inv(stacked.T @ stacked).diagonal())  # of each g, one standard deviation
+    factors = {names[place]: scale * float(g) for place, g in zip(told, moved, strict=True)}
+    notes = [f"all terms together: {scale:.3g} x the estimate"]
+    for place, sure in zip(told, known, strict=True):
+        name = names[place]
+        if sure < SPREAD / 2:
+            notes.append(f"{name}: {factors[name]:.3g} x the estimate, +- {scale * sure:.2g}")
+        else:
+            notes.append(
+                f"{name}: not determined by these runs; {factors[name]:.3g} x, near the common scale"
+            )
+    small = [name for place, name in enumerate(names) if place not in told]
+    if small:
+        notes.append(f"{', '.join(small)}: less than {SMALL:.0%} of every step; kept as estimated")
+    return factors, notes
+
+
+def _error(run: Measured, factors: Mapping[str, float]) -> float:
+    return sum(seconds * factors.get(name, 1.0) for name, seconds in run.terms.items()) / run.seconds - 1
+
+
+def _summary(rows: Sequence[Row]) -> str:
+    after = max(abs(row.after) for row in rows)
+    text = f"largest error: {max(abs(row.before) for row in rows):.0%} before, {after:.0%} after"
+    left = [abs(row.left_out) for row in rows if row.left_out is not None]
+    return text + (
+        f", {max(left):.0%} for a run that is left out" if left else "; too few runs to leave one out"
+    )
+
+
+def _percent(error: float | None) -> str:
+    return "\u2013" if error is None else f"{error:+.1%}"
+
+
+def _read_run(run: Path) -> tuple[str, Measured]:
+    """What a run's plan says of it, and the median of its steps but the first, which compiles and fills caches."""
+    for name in ("plan.json", "memory.json", "metrics.jsonl"):
+        if not (run / name).is_file():
+            raise UserError(f"{run}: has no {name}; give the folder of a run that this version has trained")
+    plan = _read_json(run / "plan.json")
+    seconds = plan.get("seconds") if isinstance(plan, dict) else None
+    if not isinstance(seconds, dict):
+        raise UserError(f"{run / 'plan.json'}: has no seconds, so nothing to calibrate; its problems say why")
+    try:
+        terms = {str(term["name"]): float(term["seconds"]) for term in seconds["terms"]}
+        where = f"{plan['device']}, {plan['form']} ops, {plan['dtype']}, {plan['ranks']} ranks"
+        tokens, threads = int(plan["tokens_per_step"]), int(plan["threads"])
+        alone = plan["ranks"] == 1 and threads == 1 and plan["device_kind"] == "cpu"
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{run / 'plan.json'}: not a plan as train writes it ({error})") from error
+    taken = _steps(run / "metrics.jsonl", tokens, "cpu_seconds" if alone else "seconds")
+    return f"{where}, {threads} threads", Measured(str(run), terms, statistics.median(taken[1:] or taken))
+
+
+def _steps(path: Path, tokens: int, key: str) -> list[float]:
+    """Seconds of the steps that were as long as planned."""
+    records = []
+    for line in path.read_text("utf-8").splitlines():
+        try:
+            records.append(json.loads(line))
+        except ValueError:
+            continue  # the last line of a run that was killed
+    whole = [
+        r
+        for r in records
+        if isinstance(r, dict) and _is_positive(r.get(key)) and _is_positive(r.get("tokens"))
+    ]
+    found = [float(r[key]) for r in whole if abs(r["tokens"] / tokens - 1) < 0.05]
+    if not found:
+        raise UserError(
+            f"{path}: no step with {key} has the {tokens:,} tokens that were planned; it cannot be compared"
+        )
+    return found
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text("utf-8"))
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from error
+    except ValueError as error:
+        raise UserError(f"{path}: not valid JSON ({str(error).splitlines()[0]})") from error
+
+
+def _is_positive(value: Any, *, zero: bool = False) -> bool:
+    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return number and (value > 0 or (zero and value == 0))

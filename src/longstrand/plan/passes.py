@@ -1,0 +1,97 @@
+"""How often a step computes each layer: forward, again in backward, once more where inputs are rebuilt; no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from longstrand.architecture import KDA
+from longstrand.plan.job import Job, Weight
+from longstrand.plan.parameters import group_of
+
+
+@dataclass(frozen=True)
+class LayerPasses:
+    """Passes of one layer in one pass of a sequence.
+
+    Attributes:
+        forward: of the whole layer, without a graph and with one.
+        front: more of its first half alone, where ranks share a sequence and keep no fronts.
+        back: 1 where gradients go through it, else 0.
+    """
+
+    forward: int
+    front: int
+    back: int
+
+
+@dataclass(frozen=True)
+class Passes:
+    """What a step of a job computes how often on one rank."""
+
+    job: Job
+
+    @cached_property
+    def weights(self) -> list[Weight]:
+        """Of the whole model."""
+        return self.job.weights()
+
+    @cached_property
+    def own_trained(self) -> float:
+        """Trained values of one rank."""
+        return sum(weight.num_values for weight in self.weights if weight.trains) / self.job.world
+
+    @cached_property
+    def trained_groups(self) -> frozenset[str]:
+        """Groups of parameters that receive gradients."""
+        return frozenset(group_of(weight.name, self.job.shape) for weight in self.weights if weight.trains)
+
+    @cached_property
+    def first(self) -> int:
+        """The lowest layer with something to train: gradients go down to it; the number of layers where none has."""
+        if "embedding" in self.trained_groups:
+            return 0
+        layers = [weight.layer for weight in self.weights if weight.trains and weight.layer is not None]
+        return min(layers, default=self.job.shape.num_hidden_layers)
+
+    @cached_property
+    def rebuilt(self) -> frozenset[int]:
+        """Layers that run once more because the input above them was not kept."""
+        every, layers = self.job.memory.keep_every, self.job.shape.num_hidden_layers
+        starts = range(self.first, layers, every)
+        return frozenset(index for start in starts[:-1] for index in range(start, start + every - 1))
+
+    @property
+    def tokens(self) -> float:
+        """Of one rank in one pass; the last pass of a step may be a short one, or none on some ranks."""
+        return self.job.length / self.job.parallel.context
+
+    @property
+    def tiles(self) -> int:
+        """Of one rank in one pass: a segment ends in a tile of its own."""
+        context, tile = self.job.parallel.context, self.job.memory.tile
+        segments = 1 if context == 1 else self.segments
+        return segments * max(1, -(-self.job.length // (segments * context * tile)))
+
+    @property
+    def segments(self) -> int:
+        """Of one rank; of one document the fewest are even."""
+        return self.job.parallel.segments_per_rank or 2
+
+    @property
+    def whole(self) -> int:
+        """Passes of a sequence that need no gradients, before the one that does."""
+        job = self.job
+        return int(job.balance == "aux" and (job.sequences_per_step > 1 or job.world > 1))
+
+    def of(self, layer: int) -> LayerPasses:
+        """In one pass of a sequence and its way back."""
+        memory, shape = self.job.memory, self.job.shape
+        back = int(layer >= self.first and self.job.indexer != "warmup")
+        again = back * memory.recompute + (layer in self.rebuilt)
+        shares = self.job.parallel.context > 1
+        front = 0
+        if shares and memory.recompute and not memory.keep_fronts:
+            # Forward: once for what ranks exchange. Backward: once more for its own half; DSA exchanges anew.
+            front = 1 + back * (1 if shape.layer_types[layer] == KDA else 2) + (layer in self.rebuilt)
+        return LayerPasses(1 + again + self.whole, front + shares * self.whole, back)
