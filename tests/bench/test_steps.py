@@ -3,12 +3,12 @@
 from dataclasses import replace
 
 import pytest
-from longstrand.plan.products import step_flops
 
 from longstrand.bench import _steps
 from longstrand.bench._small_models import architecture
 from longstrand.bench._trial import Trial, parser, trial_from
 from longstrand.ops.native import use_native
+from longstrand.plan.products import step_flops
 
 TRIAL = Trial(300, threads=1, tile=128, kernels="portable", steps=2, seconds=60.0)
 

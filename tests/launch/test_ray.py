@@ -28,7 +28,7 @@ os.environ.setdefault("RAY_TRAIN_V2_ENABLED", "1")
 from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
 from ray.train.v2.api.exceptions import ControllerError, WorkerGroupError
 
-TIMES = {"seconds", "tokens_per_second", "peak_memory_bytes", "remaining_seconds"}
+TIMES = {"seconds", "cpu_seconds", "tokens_per_second", "peak_memory_bytes", "remaining_seconds"}
 
 
 def _records(run):

@@ -24,7 +24,7 @@ from longstrand.train.sft import train
 from longstrand.train.signals import Stopped
 from longstrand.train.step import take_step
 
-NOT_COMPARED = {"seconds", "tokens_per_second", "peak_memory_bytes", "remaining_seconds"}
+NOT_COMPARED = {"seconds", "cpu_seconds", "tokens_per_second", "peak_memory_bytes", "remaining_seconds"}
 
 
 def _uneven():

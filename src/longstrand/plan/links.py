@@ -90,10 +90,8 @@ def _moved(received: Received, times: LayerPasses) -> float:
 def _weights(passes: Passes) -> float:
     """Of each layer what this rank has not, each time that it is gathered."""
     total = 0.0
-    for weight in job.weights():
-        share, holders = (
-            (job.parallel.expert, job.world // job.parallel.expert) if weight.is_expert else (1, job.world)
-        )
+    for weight in passes.weights:
+        share, holders = _shared(weight, passes.job)
         times = 2 if weight.layer is None else _gatherings(passes, weight.layer)
         total += weight.num_bytes / share * (holders - 1) / holders * times
     return total * passes.job.passes
@@ -106,10 +104,8 @@ def _gatherings(passes: Passes, layer: int) -> int:
 def _gradients(passes: Passes) -> float:
     """Summed over the ranks that hold parts of the same weight, in float32 or wider."""
     total = 0.0
-    for weight in job.weights():
-        share, holders = (
-            (job.parallel.expert, job.world // job.parallel.expert) if weight.is_expert else (1, job.world)
-        )
+    for weight in passes.weights:
+        share, holders = _shared(weight, passes.job)
         total += weight.trains * weight.num_values * passes.job.wide / share * (holders - 1) / holders
     return total * passes.job.passes
 

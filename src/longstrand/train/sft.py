@@ -32,6 +32,8 @@ from longstrand.train.fit import require_effect, require_vocabulary
 from longstrand.train.levers import check_levers, check_spool, clean_spool
 from longstrand.train.metrics import Metrics, open_sinks
 from longstrand.train.optimizer import Optimizer, freeze_all_but, trained_names
+from longstrand.train.phases import Phases
+from longstrand.train.planning import write_plan
 from longstrand.train.progress import Progress, logged_to
 from longstrand.train.run_folder import (
     Started,
@@ -87,7 +89,8 @@ def train(
         # 3. Held-out loss by position before the first step.
         with run.stop.leaving(f"no step was taken; {run.go_on}", run.mesh.world) as leave_if_asked:
             if run.recipe.evaluate.before and training.step == 0:
-                evaluate_once(run.folder, run.recipe, training, packs, "before", leave_if_asked)
+                with run.phases.of("evaluate"):
+                    evaluate_once(run.folder, run.recipe, training, packs, "before", leave_if_asked)
 
         # 4. The steps; each one that is due is saved.
         if training.step < run.recipe.train.steps:
@@ -95,8 +98,9 @@ def train(
 
         # 5. Held-out loss by position after the last step.
         missing = f"all steps are saved, an evaluation is missing; {run.go_on}"
-        with run.stop.leaving(missing, run.mesh.world) as leave_if_asked:
+        with run.stop.leaving(missing, run.mesh.world) as leave_if_asked, run.phases.of("evaluate"):
             evaluate_once(run.folder, run.recipe, training, packs, "after", leave_if_asked)
+        run.phases.write(run.folder, run.mesh.world)
         _log.info("done: %d steps", training.step)
     return run.folder
 
@@ -215,7 +219,7 @@ class _Run:
     mesh: Mesh
     console: Console | None
     stop: StopRequests
-    memory: PeakMemory
+    phases: Phases
     go_on: str
 
 
@@ -232,8 +236,11 @@ def _opened(recipe: Recipe, mesh: Mesh, *, resume: bool, started: Started) -> It
     ):
         imports = memory.baseline_bytes / 2**30
         _log.info("run %s; memory is %s; imports took %.2f GiB", folder, SOURCE, imports)
+        phases = Phases(memory, torch.device("cpu"))
+        if phases.why_not is not None:
+            _log.info("living tensors are not counted: %s", phases.why_not)
         go_on = f"go on with {started.resume_command(folder, mesh.world.size)}"
-        yield _Run(folder, resolved, mesh, console, stop, memory, go_on)
+        yield _Run(folder, resolved, mesh, console, stop, phases, go_on)
 
 
 def _write_start(run: Path, recipe: Recipe, training: Training) -> None:
@@ -242,7 +249,9 @@ def _write_start(run: Path, recipe: Recipe, training: Training) -> None:
         require_space(run, training.tensors(), training.step + 1)
     write_recipe(run, recipe)
     write_ledger(run, training)
-    write_atomic(run / "kernels.json", json.dumps(kernels(training.model), indent=1))
+    model = training.model
+    write_atomic(run / "kernels.json", json.dumps(kernels(model), indent=1))
+    write_plan(run, recipe, model.architecture, model.norm.weight.device)
 
 
 def _take_steps(run: _Run, training: Training) -> None:
@@ -250,12 +259,13 @@ def _take_steps(run: _Run, training: Training) -> None:
     settings, world = run.recipe.train, run.mesh.world
     levers = levers_of(run.recipe.memory, run.folder)
     gc.freeze()  # what is here stays: not to be searched for garbage at every step (5 % of a short one)
-    timer = StepTimer(settings.steps, run.memory)
+    timer = StepTimer(settings.steps, run.phases)
+    measured_until = training.step + 2
     with _outputs(run, training) as write:
         while training.step < settings.steps:
             timer.start()
             step, packs = training.step + 1, training.loader.next_step()
-            result = _step(training, packs, settings, step, levers)
+            result = _step(training, packs, settings, step, levers, run.phases)
             training.step = step
             record = timer.record(step, result)
             record["peak_memory_bytes"] = world.largest(record["peak_memory_bytes"])
@@ -267,17 +277,27 @@ def _take_steps(run: _Run, training: Training) -> None:
                     "step %d: no target in %d sequences; the weights stay as they are", step, len(packs)
                 )
             if due:
-                save(run.folder, training, settings.keep)
+                with run.phases.of("save"):
+                    save(run.folder, training, settings.keep)
+            if step <= measured_until or signal:
+                run.phases.write(run.folder, world)
             if signal:
                 with said_once(world, Stopped):
                     raise Stopped(signal, f"step {step} of {settings.steps} is saved; {run.go_on}")
 
 
 def _step(
-    training: Training, packs: list[Pack], settings: TrainSection, step: int, levers: Levers
+    training: Training,
+    packs: list[Pack],
+    settings: TrainSection,
+    step: int,
+    levers: Levers,
+    phases: Phases,
 ) -> StepResult:
     with said_once(training.mesh.world, CheckFailed):  # what is not finite anywhere is known to all
-        return take_step(training.model, packs, training.optimizer, settings, step=step, levers=levers)
+        return take_step(
+            training.model, packs, training.optimizer, settings, step=step, levers=levers, ended=phases.end
+        )
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -54,6 +54,10 @@ class _Backward:
     counts: Counts
 
 
+def _nothing(phase: str) -> None:
+    """Nobody wants to know of the phases of a step."""
+
+
 def take_step(
     model: Model,
     packs: Sequence[Pack],
@@ -62,6 +66,7 @@ def take_step(
     *,
     step: int,
     levers: Levers = Levers(),
+    ended: Callable[[str], None] = _nothing,
 ) -> StepResult:
     """Moves the weights by one step, by the same amount on every rank.
 
@@ -76,6 +81,7 @@ def take_step(
         packs: the sequences of the step, all of them on every rank; each computes its own.
         step: counted from 1; decides the learning rate and stands in errors.
         levers: what bounds memory, such as the number of tokens computed at once.
+        ended: told of each phase that ends: "forward" and "backward" of each pack, "optimizer".
 
     Raises:
         CheckFailed: a loss or gradient is not finite, on any rank. The optimizer has not moved on any.
@@ -88,7 +94,7 @@ def take_step(
         return StepResult(tokens, targets, rate)
 
     # 1. Gradients of one mean over all packs of all ranks, and their common norm.
-    done = _Passes(model, packs, settings, step, levers).backward()
+    done = _Passes(model, packs, settings, step, levers, ended).backward()
     norm = _clip(optimizer, settings.clip, step)
 
     # 2. The weights move, then the router's bias.
@@ -96,6 +102,7 @@ def take_step(
     optimizer.clear_gradients()
     if settings.balance == "bias":
         move_router_bias(model, done.counts, settings.balance_rate)
+    ended("optimizer")
 
     load = max((float(count.max() / count.double().mean()) for count in done.counts.values()), default=None)
     kl = done.indexer_kl if settings.indexer != "frozen" else None
@@ -124,6 +131,7 @@ class _Passes:
     settings: TrainSection
     step: int
     levers: Levers
+    ended: Callable[[str], None]
 
     @property
     def mesh(self) -> Mesh:
@@ -158,7 +166,9 @@ class _Passes:
             part = -(logprobs.double() * given.weight.double()).sum() / total_weight
             value = float(part.detach())
             self._require_finite_loss(value, number)
+            self.ended("forward")
             part.backward()
+            self.ended("backward")
             loss, kl = loss + value, kl + float(side.indexer_kl) / rows
         world = self.mesh.world
         return _Backward(world.total(loss), world.total(kl), self._over_ranks(counts))

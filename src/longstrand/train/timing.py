@@ -8,23 +8,24 @@ from collections import deque
 from dataclasses import asdict
 from typing import Any
 
-from longstrand.peak_memory import PeakMemory
+from longstrand.train.phases import Phases
 from longstrand.train.step import StepResult
 
 
 class StepTimer:
     """Times steps; the remaining time is the median of the last 16 times the steps that are left."""
 
-    def __init__(self, steps: int, memory: PeakMemory) -> None:
+    def __init__(self, steps: int, phases: Phases) -> None:
         self._steps = steps
-        self._memory = memory
+        self._phases = phases
         self._recent: deque[float] = deque(maxlen=16)
-        self._started = 0.0
+        self._started = self._used = 0.0
 
     def start(self) -> None:
         """Begins a step; what was held since the last one is forgotten."""
-        self._memory.take()
-        self._started = time.perf_counter()
+        self._phases.take()
+        self._phases.begin_step()
+        self._started, self._used = time.perf_counter(), time.process_time()
 
     def record(self, step: int, result: StepResult) -> dict[str, Any]:
         """The line of metrics.jsonl of the step that ends now."""
@@ -36,7 +37,8 @@ class StepTimer:
             "step": step,
             **kept,
             "seconds": seconds,
+            "cpu_seconds": time.process_time() - self._used,
             "tokens_per_second": result.tokens / seconds,
-            "peak_memory_bytes": self._memory.take(),
+            "peak_memory_bytes": self._phases.take(),
             "remaining_seconds": (self._steps - step) * statistics.median(self._recent),
         }

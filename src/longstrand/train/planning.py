@@ -1,0 +1,89 @@
+"""plan.json: what the planner says of a run before its first step, beside memory.json and metrics.jsonl."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from longstrand.architecture import Architecture
+from longstrand.atomic import write_atomic
+from longstrand.config import Recipe
+from longstrand.errors import UserError
+from longstrand.ops.native import SUFFIX, native_state
+from longstrand.plan.devices import Device, devices
+from longstrand.plan.job import Job
+from longstrand.plan.memory import plan_memory
+from longstrand.plan.seconds import plan_seconds
+from longstrand.plan.terms import Term
+
+FILE = "plan.json"
+_log = logging.getLogger(__name__)
+
+
+def write_plan(run: Path, recipe: Recipe, shape: Architecture, device: torch.device) -> None:
+    """Writes what a rank will hold and how long a step will take.
+
+    What the planner refuses stands there with its reason, and the run goes on.
+    """
+    write_atomic(run / FILE, json.dumps(plan_of(recipe, shape, device), indent=1) + "\n")
+
+
+def plan_of(recipe: Recipe, shape: Architecture, device: torch.device) -> dict[str, Any]:
+    """The plan of a resolved recipe as a record."""
+    native = native_state().used and device.type == "cpu" and getattr(torch, recipe.run.dtype) in SUFFIX
+    job = Job.of(recipe, shape, "native" if native else "portable")
+    known = planned_device(device)
+    record: dict[str, Any] = {
+        "version": 1,
+        "device": known.name if known else str(device),
+        "device_kind": "cpu" if device.type == "cpu" else "gpu",
+        "form": job.form,
+        "dtype": job.dtype,
+        "ranks": job.world,
+        "threads": job.threads,
+        "tokens_per_step": job.length * job.sequences_per_step,
+        "memory": None,
+        "seconds": None,
+        "problems": [],
+    }
+    try:
+        memory = plan_memory(job)
+        phases = {name: _records(terms) for name, terms in memory.phases.items()}
+        record["memory"] = {"phases": phases, "elsewhere": _records(memory.elsewhere)}
+    except UserError as error:
+        _refused(record, f"memory is not planned: {error}")
+    if known is None:
+        _refused(record, f"seconds are not planned: {_name(device)} is not one of {', '.join(devices())}")
+        return record
+    try:
+        seconds = plan_seconds(job, known)
+        record["seconds"] = {"total": seconds.total, "terms": [asdict(term) for term in seconds.terms]}
+    except UserError as error:
+        _refused(record, f"seconds are not planned: {error}")
+    return record
+
+
+def planned_device(device: torch.device) -> Device | None:
+    """The planner's device that this one is, by its name; None where it knows none."""
+    name = _name(device).replace(" ", "-").upper()
+    found = [known for title, known in devices().items() if title.split("-80")[0].upper() in name]
+    return max(found, key=lambda known: len(known.name), default=None)
+
+
+def _name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def _records(terms: Sequence[Term]) -> list[dict[str, Any]]:
+    return [asdict(term) for term in terms]
+
+
+def _refused(record: dict[str, Any], why: str) -> None:
+    record["problems"].append(why)
+    _log.warning("%s", why)
