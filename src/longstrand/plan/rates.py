@@ -9,7 +9,7 @@ what machine and how.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from longstrand.plan.devices import Device
@@ -84,29 +84,29 @@ GPU: Mapping[str, Share] = {
 
 _CORE = "one core of an AMD EPYC (Zen 5), float32, CPU kernels"
 CPU_NATIVE: Mapping[str, Share] = {
-    "projections": _measured(0.7, "narrow", _CORE),
-    "experts": _measured(0.4, "narrow", _CORE),
-    "delta rule": _measured(0.25, "float32", _CORE),
-    "attention": _measured(0.35, "float32", _CORE),
-    "scores": _measured(0.6, "float32", _CORE),
-    "streams": _measured(0.3, "float32", _CORE),
-    "head": _measured(0.5, "narrow", _CORE),
-    "memory": _measured(0.25, "memory", _CORE),
+    "projections": _measured(0.8, "narrow", _CORE),
+    "experts": _measured(0.75, "narrow", _CORE),
+    "delta rule": _measured(0.28, "float32", _CORE),
+    "attention": _measured(0.45, "float32", _CORE),
+    "scores": _measured(0.75, "float32", _CORE),
+    "streams": _measured(0.5, "float32", _CORE),
+    "head": _measured(0.6, "narrow", _CORE),
+    "memory": _measured(0.42, "memory", _CORE),
     "gathers": _measured(1.0, "memory", _CORE),
     "optimizer": _measured(0.5, "memory", _CORE),
-    "starts": _measured(5e-6, "start", _CORE),
+    "starts": _measured(15e-6, "start", _CORE),
     **_LINKS,
 }
 
 _PLAIN = "one core of an AMD EPYC (Zen 5), float32, plain torch"
 CPU_PORTABLE: Mapping[str, Share] = {
     **CPU_NATIVE,
-    "delta rule": _measured(0.1, "float32", _PLAIN),
-    "attention": _measured(0.2, "float32", _PLAIN),
-    "scores": _measured(0.2, "float32", _PLAIN),
-    "memory": _measured(0.1, "memory", _PLAIN),
+    "delta rule": _measured(0.18, "float32", _PLAIN),
+    "attention": _measured(0.27, "float32", _PLAIN),
+    "scores": _measured(0.17, "float32", _PLAIN),
+    "memory": _measured(0.17, "memory", _PLAIN),
     "gathers": _measured(0.5, "memory", _PLAIN),
-    "starts": _measured(5e-6, "start", _PLAIN),
+    "starts": _measured(12e-6, "start", _PLAIN),
 }
 
 
@@ -114,7 +114,13 @@ def share_of(kind: str, job: Job, device: Device) -> Share:
     """The part that a kind of work of a job reaches on a device."""
     if device.kind == "gpu":
         return GPU[kind]
-    return (CPU_NATIVE if job.form == "native" else CPU_PORTABLE)[kind]
+    share = (CPU_NATIVE if job.form == "native" else CPU_PORTABLE)[kind]
+    if job.dtype == "float32" or share.evidence.startswith("estimated"):
+        return share
+    return replace(
+        share,
+        evidence=f"estimated: the part that float32 reaches, {share.evidence.removeprefix('measured: ')}",
+    )
 
 
 def per_second(kind: str, job: Job, device: Device, span: int = 1) -> float:

@@ -15,6 +15,7 @@ from longstrand.report.drawing import Plot, inline_svg
 from longstrand.report.findings import Findings
 from longstrand.report.guide import how_to_read, limits
 from longstrand.report.ledger import ledger_html
+from longstrand.report.planned import planned_html
 from longstrand.report.run_folder import RunFolder
 from longstrand.report.tables import pairs, table, value_html
 from longstrand.series import Series
@@ -31,6 +32,10 @@ def page_html(run: RunFolder, findings: Findings, unit: Unit, plots: Sequence[Pl
         _section("Loss by position", _positions(run, findings, unit, positions)),
         _section("Training", _training(loss, unit)),
         _section("Memory and speed", _memory_and_speed(run, steps)),
+        _section(
+            "Memory and time: predicted and measured",
+            planned_html(run.plan, run.memory, run.column("seconds")[1]),
+        ),
         _section("Which implementation ran", _kernels(run)),
         _section("Certificate", certificate_html(run.certificate)),
         _section("The data", _ledger(run)),

@@ -10,9 +10,11 @@ from typing import Any
 
 from longstrand.errors import UserError
 from longstrand.report.certificate import check_certificate
+from longstrand.report.planned import check_memory, check_plan
 from longstrand.series import Series, is_count, is_number, read_series
 
 CERTIFICATE = "certificate.json"  # which is no file of a run: certify writes it into any folder
+PLAN, MEMORY = "plan.json", "memory.json"  # which older runs have not
 FILES = ("run.toml", "kernels.json", "data.json", "metrics.jsonl", "evaluate.json")
 
 
@@ -34,6 +36,8 @@ class RunFolder:
     torn: bool
     series: list[Series]
     certificate: Any = None
+    plan: Any = None
+    memory: Any = None
 
     def setting(self, section: str, key: str) -> Any:
         """A setting of run.toml, None where it is absent."""
@@ -80,6 +84,8 @@ def read_run_folder(path: Path) -> RunFolder:
         torn=torn,
         series=read_series(path / "evaluate.json"),
         certificate=check_certificate(path / CERTIFICATE, _read_json(path / CERTIFICATE)),
+        plan=check_plan(path / PLAN, _read_json(path / PLAN)),
+        memory=check_memory(path / MEMORY, _read_json(path / MEMORY)),
     )
 
 
