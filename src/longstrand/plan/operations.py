@@ -70,7 +70,8 @@ def product_work(passes: Passes) -> list[Work]:
             totals[term.kind] = totals.get(term.kind, 0.0) + term.forward * times * more
     head = 2.0 * job.shape.hidden_size * job.shape.vocab_size
     trains = passes.first < job.shape.num_hidden_layers or "head" in passes.trained_groups
-    totals["head"] = head * (1 + passes.whole + trains * (2 + ("head" in passes.trained_groups)))
+    # On the way back a tile's log-probabilities are computed again, and inside them each block of logits.
+    totals["head"] = head * (1 + passes.whole + trains * (3 + ("head" in passes.trained_groups)))
     tokens = passes.tokens * job.passes
     return [
         Work(kind, per_token * tokens, kind, f"{per_token / 1e6:,.4g} MFLOP per token")

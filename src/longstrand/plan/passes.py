@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from longstrand.architecture import KDA
+from longstrand.architecture import DSA
 from longstrand.plan.job import Job, Weight
 from longstrand.plan.parameters import group_of
 
@@ -16,7 +16,7 @@ class LayerPasses:
 
     Attributes:
         forward: of the whole layer, without a graph and with one.
-        front: more of its first half alone, where ranks share a sequence and keep no fronts.
+        front: more of its first half alone: latents in backward, and what ranks that share a sequence exchange.
         back: 1 where gradients go through it, else 0.
     """
 
@@ -90,8 +90,11 @@ class Passes:
         back = int(layer >= self.first and self.job.indexer != "warmup")
         again = back * memory.recompute + (layer in self.rebuilt)
         shares = self.job.parallel.context > 1
-        front = 0
+        # DSA goes back in two stages: latents of a tile are computed again once their gradient is complete.
+        front = back * memory.recompute * (shape.layer_types[layer] == DSA)
         if shares and memory.recompute and not memory.keep_fronts:
-            # Forward: once for what ranks exchange. Backward: once more for its own half; DSA exchanges anew.
-            front = 1 + back * (1 if shape.layer_types[layer] == KDA else 2) + (layer in self.rebuilt)
+            # Forward: once for what ranks exchange. Backward: once more for a half of its own; DSA exchanges anew.
+            front += 1 + back + (layer in self.rebuilt)
+        elif shares:
+            front = 0
         return LayerPasses(1 + again + self.whole, front + shares * self.whole, back)
