@@ -199,12 +199,8 @@ def _factors(measured: Sequence[Measured]) -> tuple[dict[str, float], list[str]]
     notes = [f"all terms together: {scale:.3g} x the estimate"]
     for place, sure in zip(told, known, strict=True):
         name = names[place]
-        if sure < SPREAD / 2:
-            notes.append(f"{name}: {factors[name]:.3g} x the estimate, +- {scale * sure:.2g}")
-        else:
-            notes.append(
-                f"{name}: not determined by these runs; {factors[name]:.3g} x, near the common scale"
-            )
+        fitted = f"{name}: {factors[name]:.3g} x the estimate, +- {scale * sure:.2g}"
+        notes.append(fitted if sure < SPREAD / 2 else f"{fitted}: not determined by these runs alone")
     small = [name for place, name in enumerate(names) if place not in told]
     if small:
         notes.append(f"{', '.join(small)}: less than {SMALL:.0%} of every step; kept as estimated")

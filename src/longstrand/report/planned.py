@@ -93,7 +93,7 @@ def _memory(plan: Record | None, memory: Record | None) -> str:
         rows.append([*row, _size(resident), _difference(predicted, resident)])
     if not rows:
         return ""
-    head = ["phase", "predicted", "living tensors", "predicted is", "resident", "predicted is"]
+    head = ["phase", "predicted", "living tensors", "off by", "resident", "off by"]
     return table(head, rows, caption="Peaks by phase, of the rank with the most. " + _baseline(memory))
 
 
@@ -140,7 +140,7 @@ def _time(plan: Record | None, memory: Record | None, seconds: Sequence[float]) 
     if taken is not None:
         facts.append(("a step, measured (median)", duration(taken)))
     if predicted is not None and taken is not None:
-        facts.append(("predicted is", _difference(predicted, taken)))
+        facts.append(("off by", _difference(predicted, taken)))
     phases = (memory or {}).get("phases", {})
     steps = phases.get("start", {}).get("times", 0)
     for name, phase in phases.items():
