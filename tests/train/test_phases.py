@@ -7,9 +7,10 @@ import pytest
 import torch
 from tiny_runs import metrics, recipe_in
 
+from longstrand.config import load_recipe
 from longstrand.errors import UserError
 from longstrand.model import load_model
-from longstrand.parallel import one_process, run_ranks
+from longstrand.parallel import run_ranks
 from longstrand.peak_memory import PeakMemory
 from longstrand.plan.job import Job
 from longstrand.plan.seconds import plan_seconds
@@ -183,8 +184,7 @@ def test_a_device_that_no_one_knows_has_bytes_and_no_seconds(run, monkeypatch):
         assert planned_device(cuda).name == known
 
 
-def test_memory_is_written_when_nothing_was_measured_yet(tmp_path):
-    with PeakMemory() as memory:
-        phases = Phases(memory, torch.device("cpu"))
-        phases.write(tmp_path, one_process().world)
-    assert _written(tmp_path)["phases"] == {}
+def test_a_process_without_a_step_leaves_the_file_as_it_is(run):
+    before = (run / "memory.json").read_text()
+    train(load_recipe(run / "run.toml"), resume=True)
+    assert (run / "memory.json").read_text() == before

@@ -96,7 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print_table(entry["records"])
         for record in entry["records"]:
             if table := (record["detail"] or {}).get("table"):
-                write_table(name, table)
+                write_table(table.get("name", name), table)  # figures of two issues may share a name
         failed += not entry["pass"]
         skipped += any("skipped" in record for record in entry["records"])
     for page in filter(Path.exists, PAGES):

@@ -156,7 +156,7 @@ def table(runs: Mapping[Setting, Sequence[float]], calibration: Calibration) -> 
                 f"{error_of(setting, seconds, calibration):+.1%}",
             ]
         )
-    return {"columns": list(COLUMNS), "rows": rows}
+    return {"name": "planned_time", "columns": list(COLUMNS), "rows": rows}
 
 
 def _as_measured(setting: Setting, seconds: Sequence[float]) -> Measured:

@@ -100,9 +100,13 @@ class Phases:
     def write(self, run: Path, world: Axis) -> None:
         """memory.json: the largest of all ranks by phase, seconds of the first; called by all ranks, written by one.
 
+        A process that took no step, as one that resumes a finished run, leaves the file as it is.
+
         Raises:
             UserError: the disk does not take it.
         """
+        if "start" not in self.found:
+            return
         ranks = from_all(world, (self.baseline, self.found, self.why_not))
         by_first(world, lambda: write_atomic(run / FILE, json.dumps(_record(ranks), indent=1) + "\n"))
 
