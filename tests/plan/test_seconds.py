@@ -13,7 +13,7 @@ from longstrand.plan.devices import devices, find_device
 from longstrand.plan.job import Job
 from longstrand.plan.links import offload_work
 from longstrand.plan.passes import Passes
-from longstrand.plan.rates import CPU_NATIVE, CPU_PORTABLE, GPU, per_second
+from longstrand.plan.rates import CPU_BFLOAT16, CPU_NATIVE, CPU_PORTABLE, GPU, per_second
 from longstrand.plan.seconds import plan_seconds
 
 
@@ -64,13 +64,14 @@ def test_every_term_says_what_it_rests_on():
     assert "because" in _by_name(job, B200)["projections"].evidence
     toy = Job(TOY, 2**14, dtype="float32", form="native")
     assert _by_name(toy, CPU)["projections"].evidence.startswith("measured: one core")
-    half = dataclasses.replace(toy, dtype="bfloat16")
+    half = dataclasses.replace(toy, dtype="float64", form="portable")
     assert _by_name(half, CPU)["projections"].evidence.startswith("estimated: the part that float32 reaches")
 
 
 def test_every_table_has_every_kind_of_work():
-    assert set(GPU) == set(CPU_NATIVE) == set(CPU_PORTABLE)
-    parts = [share for table in (GPU, CPU_NATIVE, CPU_PORTABLE) for share in table.values()]
+    tables = (GPU, CPU_NATIVE, CPU_BFLOAT16, CPU_PORTABLE)
+    assert all(set(table) == set(GPU) for table in tables)
+    parts = [share for table in tables for share in table.values()]
     assert all(0 < share.part <= 1 for share in parts if share.of in ("narrow", "float32", "memory", "link"))
 
 
