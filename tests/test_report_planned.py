@@ -64,10 +64,23 @@ def test_a_planned_step_stands_beside_the_measured_one(run):
     page = report(run)
     assert "a step, predicted 15.0 s" in page.text
     assert "a step, measured (median) 16.1 s" in page.text
-    assert "off by \u22126.8 %" in page.text
+    assert "prediction off by \u22126.8 %" in page.text
     assert "of it forward (mean) 10.0 s" in page.text
     assert _row(page, "projections")[1:3] == ["9.0 s", "60.0\u202f%"]
     assert _row(page, "scores")[4] == "measured: 0.5 x the estimate"
+
+
+def test_one_thread_of_a_cpu_is_judged_by_its_own_time_too(run):
+    add_plan(run)
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    slow = [line | {"cpu_seconds": 99.0 if line["step"] == 1 else 12.0} for line in lines]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in slow))
+    plan = json.loads((run / "plan.json").read_text())
+    (run / "plan.json").write_text(json.dumps(plan | {"device_kind": "cpu", "threads": 1}))
+    text = report(run).text
+    assert "its CPU time, whatever else the machine did 12.0 s prediction off by +25.0 %" in text
+    (run / "plan.json").write_text(json.dumps(plan | {"device_kind": "cpu", "threads": 2}))
+    assert "its CPU time" not in report(run).text
 
 
 def test_what_was_not_counted_says_why(run):

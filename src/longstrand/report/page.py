@@ -34,7 +34,7 @@ def page_html(run: RunFolder, findings: Findings, unit: Unit, plots: Sequence[Pl
         _section("Memory and speed", _memory_and_speed(run, steps)),
         _section(
             "Memory and time: predicted and measured",
-            planned_html(run.plan, run.memory, run.column("seconds")[1]),
+            planned_html(run.plan, run.memory, run.column("seconds")[1], run.column("cpu_seconds")[1]),
         ),
         _section("Which implementation ran", _kernels(run)),
         _section("Certificate", certificate_html(run.certificate)),

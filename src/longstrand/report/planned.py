@@ -59,11 +59,13 @@ def check_memory(path: Path, found: Any) -> Any:
     return found
 
 
-def planned_html(plan: Record | None, memory: Record | None, seconds: Sequence[float]) -> str:
+def planned_html(
+    plan: Record | None, memory: Record | None, seconds: Sequence[float], cpu_seconds: Sequence[float]
+) -> str:
     """Predicted beside measured; empty without a file of either.
 
     Args:
-        seconds: of each step.
+        seconds, cpu_seconds: of each step.
     """
     if plan is None and memory is None:
         return ""
@@ -130,17 +132,22 @@ def _largest_bytes(plan: Record | None) -> str:
     return table(head, rows, numeric_from=len(head), caption=caption)
 
 
-def _time(plan: Record | None, memory: Record | None, seconds: Sequence[float]) -> str:
+def _time(
+    plan: Record | None, memory: Record | None, seconds: Sequence[float], cpu_seconds: Sequence[float]
+) -> str:
+    """The first step is left out where there are more: it fills caches."""
     facts: list[tuple[str, str]] = []
     planned = (plan or {}).get("seconds")
     predicted = None if planned is None else sum(term["seconds"] for term in planned["terms"])
-    taken = median(seconds[1:] or seconds) if seconds else None  # the first one fills caches
     if predicted is not None:
         facts.append(("a step, predicted", duration(predicted)))
-    if taken is not None:
-        facts.append(("a step, measured (median)", duration(taken)))
-    if predicted is not None and taken is not None:
-        facts.append(("off by", _difference(predicted, taken)))
+    measured = [("a step, measured (median)", seconds)]
+    if (plan or {}).get("device_kind") == "cpu" and (plan or {}).get("threads") == 1:
+        measured.append(("its CPU time, whatever else the machine did", cpu_seconds))
+    for name, found in measured:
+        if found:
+            taken = median(found[1:] or found)
+            facts += [(name, duration(taken)), ("prediction off by", _difference(predicted, taken))]
     phases = (memory or {}).get("phases", {})
     steps = phases.get("start", {}).get("times", 0)
     for name, phase in phases.items():
