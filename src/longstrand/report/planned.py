@@ -72,7 +72,7 @@ def planned_html(
     parts = [
         _memory(plan, memory),
         _largest_bytes(plan),
-        _time(plan, memory, seconds),
+        _time(plan, memory, seconds, cpu_seconds),
         _largest_seconds(plan),
     ]
     problems = [*(plan or {}).get("problems", [])]
