@@ -12,29 +12,34 @@ namespace {
 
 std::atomic<int64_t> live{0}, most{0};
 
-struct Given {
-  c10::DataPtr memory;
-  int64_t bytes;
-};
+// A size stands before each block: torch asks that what frees a block be given the block itself.
+constexpr size_t HEADER = 64;  // keeps torch's alignment
 
-void give_back(void* context) {
-  auto* given = static_cast<Given*>(context);
-  live -= given->bytes;
-  delete given;
+c10::Allocator* behind() {
+  static c10::Allocator* const torchs = c10::GetCPUAllocator();
+  return torchs;
+}
+
+void give_back(void* block) {
+  char* start = static_cast<char*>(block) - HEADER;
+  live -= *reinterpret_cast<int64_t*>(start);
+  behind()->raw_deleter()(start);
 }
 
 struct Counter final : c10::Allocator {
-  c10::Allocator* behind = c10::GetCPUAllocator();
-
   c10::DataPtr allocate(size_t bytes) override {
-    auto* given = new Given{behind->allocate(bytes), static_cast<int64_t>(bytes)};
-    const int64_t now = live += given->bytes;
+    if (bytes == 0) return behind()->allocate(0);
+    c10::DataPtr memory = behind()->allocate(bytes + HEADER);
+    const c10::Device device = memory.device();
+    char* start = static_cast<char*>(memory.release_context());
+    *reinterpret_cast<int64_t*>(start) = static_cast<int64_t>(bytes);
+    const int64_t now = live += static_cast<int64_t>(bytes);
     int64_t before = most.load();
     while (now > before && !most.compare_exchange_weak(before, now)) {
     }
-    return {given->memory.get(), given, &give_back, given->memory.device()};
+    return {start + HEADER, start + HEADER, &give_back, device};
   }
-  c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
+  c10::DeleterFnPtr raw_deleter() const override { return &give_back; }
   void copy_data(void* to, const void* from, size_t bytes) const override { default_copy_data(to, from, bytes); }
 };
 
@@ -44,7 +49,7 @@ extern "C" {
 
 void start_counting() {
   static Counter counter;
-  c10::SetCPUAllocator(&counter, 1);
+  if (behind()->raw_deleter() != nullptr) c10::SetCPUAllocator(&counter, 1);
 }
 
 int64_t live_bytes() { return live.load(); }

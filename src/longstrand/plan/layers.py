@@ -29,6 +29,7 @@ class LayerTape:
         self.s, self.index, self.t = settings, index, tokens
         self.shape = settings.shape
         self.is_kda = self.shape.layer_types[index] == KDA
+        self.has_indexer = not self.is_kda and self.shape.indexer_types[index] == "full"
         self.is_sparse = self.shape.mlp_layer_types[index] == "sparse"
         self.width = self.shape.hidden_size
 
@@ -50,20 +51,24 @@ class LayerTape:
         x = self._input(tape)
         site = self._enter(ops, x)
         leaves = Site(tape.leaf(site.h), tape.leaf(site.post), tape.leaf(site.comb))
+        join = len(tape.nodes)
+        latents = None if self.is_kda else self._latents(ops, leaves.h)
         front = len(tape.nodes)
-        out = self._kda(ops, leaves.h) if self.is_kda else self._dsa(ops, leaves.h)
+        out = self._kda(ops, leaves.h) if self.is_kda else self._dsa(ops, leaves.h, latents)
         middle = ops.mhc_update(x, out, leaves.post, leaves.comb)
         tape.drop(out)
         y = self._feed_forward(ops, middle)
         tape.drop(middle)
         kept = tape.live
-        y.grad_bytes, given = 0, y.grad_bytes
-        y.grad = tape.new(0)
+        tape.give(y, 0)
         tape.walk_back(front)
+        if latents is not None:  # complete now: the rows of the tile's latents, cast to what they are
+            tape.give(latents)
+            tape.at_once(self.t * self.shape.kv_lora_rank * self.s.w * self.s.narrow)
+            tape.walk_back(join)
         for value, leaf in ((site.h, leaves.h), (site.post, leaves.post), (site.comb, leaves.comb)):
             value.grad = leaf.grad
         tape.walk_back()
-        del given
         return kept, tape.most
 
     def _input(self, tape: Tape) -> Value:
@@ -91,7 +96,7 @@ class LayerTape:
         logits = ops.linear(h, width, heads)
         (beta,) = tape.op([logits], [t * heads * self.s.w])
         tape.save(beta)
-        tape.drop(logits)
+        tape.drop(logits, inputs)
         out = ops.kda(mixed, g, beta)
         first = ops.linear(h, width, key)
         gate = ops.linear(first, key, inner)
@@ -100,11 +105,71 @@ class LayerTape:
         tape.drop(gate)
         mixer = ops.linear(normed, inner, width)
         tape.drop(normed)
-        tape.drop(inputs, mixed, g, beta, out)
+        if not tape.graph:  # otherwise the front holds them
+            tape.drop(mixed, g, beta, out)
         return mixer
 
-    def _dsa(self, ops: Ops, h: Value) -> Value:
-        raise NotImplementedError
+    def _latents(self, ops: Ops, h: Value) -> Value:
+        latent = self.shape.kv_lora_rank
+        raw = ops.linear(h, self.width, latent)
+        latents = ops.rms_norm(raw, latent)
+        ops.tape.drop(raw)
+        return latents
+
+    def _complete_pools(self, ops: Ops) -> None:
+        """Keys and gates of each token, then the keys of the pools: nothing stays but what is written to buffers."""
+        t, e, w, width = self.t, self.s.e, self.s.w, self.shape.index_head_dim
+        both = 2 * t * width * e  # keys and gates
+        # wk, its norm and the gates beside the joined rows; then the members twice, their shares and products
+        ops.tape.at_once(max(3 * t * width * e + both, 2 * both + t * width * (2 * w + e)))
+
+    def _dsa(self, ops: Ops, h: Value, latents: Value | None = None) -> Value:
+        """The mixer's output.
+
+        Args:
+            latents: of the front, where a tile is recomputed; then pools are those of the first pass.
+        """
+        tape, shape, t, e = ops.tape, self.shape, self.t, self.s.e
+        heads, rank, latent = shape.num_attention_heads, shape.q_lora_rank, shape.kv_lora_rank
+        queries, values = heads * shape.qk_nope_head_dim, heads * shape.v_head_dim
+        if latents is None:
+            latents = self._latents(ops, h)
+            if self.has_indexer:
+                self._complete_pools(ops)
+            tape.drop(latents)
+        raw = ops.linear(h, self.width, rank)
+        q_resid = ops.rms_norm(raw, rank)
+        tape.drop(raw)
+        if not tape.graph and self.has_indexer:
+            self._select(ops, q_resid)
+        q = ops.linear(q_resid, rank, queries)
+        weight = self._of_slice(heads * (shape.qk_nope_head_dim + shape.v_head_dim) * latent)
+        (by_head,) = tape.op([q], [t * heads * latent * e], saves=[q], **weight)
+        tape.drop(q)
+        (absorbed,) = tape.op([by_head], [t * heads * latent * e], shares=True)
+        tape.drop(by_head)
+        out, mass = ops.sparse_attention(absorbed)
+        tape.drop(absorbed)
+        (by_head,) = tape.op([out], [t * values * e], saves=[out], **weight)
+        (flat,) = tape.op([by_head], [t * values * e], shares=True)
+        tape.drop(by_head)
+        mixer = ops.linear(flat, values, self.width)
+        tape.drop(flat, q_resid, out, mass)
+        return mixer
+
+    def _of_slice(self, values: int) -> dict[str, int]:
+        """A part of a weight took part: its gradient is put into one of the whole weight's size."""
+        learns = self.s.learns(values)
+        return {"back": learns["back"] // 2, "after": learns["after"] + learns["back"] // 2}
+
+    def _select(self, ops: Ops, q_resid: Value) -> None:
+        shape = self.shape
+        width = shape.index_n_heads * shape.index_head_dim
+        q = ops.linear(q_resid, shape.q_lora_rank, width)
+        wide = ops.wide_of(q, self.t * width)
+        weights = ops.tape.value(self.t * shape.index_n_heads * self.s.w)
+        ops.select(wide)
+        ops.tape.drop(q, weights, *([] if wide is q else [wide]))
 
     def _feed_forward(self, ops: Ops, x: Value) -> Value:
         tape = ops.tape
@@ -121,8 +186,8 @@ class LayerTape:
         tape, shape, t, w = ops.tape, self.shape, self.t, self.s.w
         active, experts = shape.num_experts_per_tok, shape.n_routed_experts
         wide = ops.wide_of(h, t * self.width)
-        back = self.width * experts * (w + w * self.s.narrow) * self.s.trains
-        (logits,) = tape.op([wide], [t * experts * w], saves=[wide] if self.s.trains else [], back=back)
+        learns = self.s.learns(self.width * experts)
+        (logits,) = tape.op([wide], [t * experts * w], saves=[wide] if self.s.trains else [], **learns)
         if wide is not h:
             tape.drop(wide)
         ids = tape.value(t * active * 8)

@@ -47,9 +47,16 @@ class Settings:
         """Whether the model's dtype is narrower than float32."""
         return self.e < self.w
 
-    def weight_back(self, values: int) -> int:
-        """A weight's gradient from one operation, and the wide copy that is added up."""
-        return values * (self.e + (self.w if self.narrow else 0)) if self.trains else 0
+    def learns(self, *sizes: int) -> dict[str, int]:
+        """What gradients of weights take on an operation's way back: all of them, then one at a time as it is widened.
+
+        Args:
+            sizes: values of each weight.
+        """
+        if not self.trains:
+            return {"back": 0, "after": 0}
+        made = sum(sizes) * self.e
+        return {"back": made, "after": made + max(sizes) * self.w * self.narrow}
 
 
 class Ops:
@@ -59,14 +66,10 @@ class Ops:
         self.tape, self.s, self.t = tape, settings, tokens
         self.shape, self.e, self.w = settings.shape, settings.e, settings.w
 
-    def linear(self, x: Value, inputs: int, outputs: int, *, weight: int = 0, kept: int = 0) -> Value:
-        """y = x W^T.
-
-        Args:
-            kept: bytes of a weight that was put together for this product alone.
-        """
-        back = self.s.weight_back(inputs * outputs) + weight
-        (y,) = self.tape.op([x], [self.t * outputs * self.e], saves=[x], kept=kept, back=back)
+    def linear(self, x: Value, inputs: int, outputs: int) -> Value:
+        """y = x W^T."""
+        learns = self.s.learns(inputs * outputs)
+        (y,) = self.tape.op([x], [self.t * outputs * self.e], saves=[x], **learns)
         return y
 
     def wide_of(self, x: Value, values: int) -> Value:
@@ -160,7 +163,7 @@ class Ops:
             back = 3 * t * inner * self.w
             (y,) = self.tape.op(
                 [mixed, g, beta], [out], saves=[mixed, g, beta] if not self.s.narrow else [g, beta],
-                kept=copies + states, back=back,
+                kept=copies + states * self.tape.graph, back=back,
             )  # fmt: skip
             return y
         per = self._chunked()
@@ -209,18 +212,17 @@ class Ops:
         shape, t, e = self.shape, self.t, self.e
         active, width, inner = shape.num_experts_per_tok, shape.hidden_size, shape.moe_intermediate_size
         pairs = t * active
-        total = shape.n_routed_experts * 3 * width * inner
+        each = shape.n_routed_experts * width * inner
+        learns = self.s.learns(2 * each, each)
+        inputs, outputs = [x, weights], [t * width * e]
         if self.s.native:
-            kept = pairs * (width + 2 * inner + inner + width) * e + pairs * 8 * 1
-            back = pairs * (width + inner + 2 * inner) * e + self.s.weight_back(total)
-            (y,) = self.tape.op(
-                [x, weights], [t * width * e], saves=[weights], kept=kept, work=pairs * 8, back=back
-            )
+            kept = pairs * (2 * width + 3 * inner) * e + pairs * 8
+            learns["back"] += pairs * (width + 3 * inner) * e
+            (y,) = self.tape.op(inputs, outputs, saves=[weights], kept=kept, work=pairs * 8, **learns)
             return y
-        kept = pairs * (width + 2 * inner + inner + 2 * width) * e + pairs * 16
-        back = pairs * (2 * width + 3 * inner) * e + self.s.weight_back(total)
-        work = pairs * (2 * width) * e
-        (y,) = self.tape.op([x, weights], [t * width * e], saves=[weights], kept=kept, work=work, back=back)
+        kept = pairs * (3 * width + 3 * inner) * e + pairs * 16
+        learns["back"] += pairs * (2 * width + 3 * inner) * e
+        (y,) = self.tape.op(inputs, outputs, saves=[weights], kept=kept, work=2 * pairs * width * e, **learns)
         return y
 
     def logprobs(self, hidden: Value) -> Value:
