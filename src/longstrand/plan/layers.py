@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from longstrand.architecture import KDA
 from longstrand.plan.ops import Ops, Settings
-from longstrand.plan.tape import Tape, Value
+from longstrand.plan.tape import Learns, Tape, Value
 
 
 @dataclass
@@ -16,6 +16,37 @@ class Site:
     h: Value
     post: Value
     comb: Value
+
+
+class HeadTape:
+    """The end of the trunk on tiles of `tokens` rows: the mean over streams, the last norm, log-probabilities."""
+
+    def __init__(self, settings: Settings, tokens: int) -> None:
+        self.s, self.t = settings, tokens
+        self.width = settings.shape.hidden_size
+
+    def forward(self) -> int:
+        """Most that lives from the last layer's output on, which is not counted."""
+        tape = Tape(graph=False)
+        mean = tape.value(self.t * self.width * self.s.e)
+        self._logprobs(tape, mean)
+        return tape.most
+
+    def backward(self) -> tuple[int, int]:
+        """The gradient of the last layer's output, and most that lives until it is there."""
+        tape = Tape()
+        self._logprobs(tape, tape.view(self.t * self.width * self.s.e))
+        tape.walk_back()
+        streams = self.t * self.s.shape.hc_mult * self.width * self.s.e
+        # d_mean, its part of each stream, and the streams
+        return streams, max(tape.most, 2 * self.t * self.width * self.s.e + streams)
+
+    def _logprobs(self, tape: Tape, mean: Value) -> None:
+        ops = Ops(tape, self.s, self.t)
+        hidden = ops.rms_norm(mean, self.width)
+        found = ops.logprobs(hidden)
+        tape.drop(hidden)
+        tape.give(found, 0)
 
 
 class LayerTape:
@@ -85,25 +116,25 @@ class LayerTape:
         tape, shape, t, e = ops.tape, self.shape, self.t, self.s.e
         heads, key, width = shape.linear_num_heads, shape.linear_head_dim, self.width
         inner = heads * key
-        parts = [ops.linear(h, width, inner) for _ in range(3)]
+        parts = [ops.linear(h, width, inner, "kda") for _ in range(3)]
         (inputs,) = tape.op(parts, [3 * t * inner * e])
         tape.drop(*parts)
         mixed = ops.short_conv(inputs, 3 * inner)
-        first = ops.linear(h, width, key)
-        raw = ops.linear(first, key, inner)
+        first = ops.linear(h, width, key, "kda")
+        raw = ops.linear(first, key, inner, "kda")
         g = ops.log_decay(raw, inner)
         tape.drop(first, raw)
-        logits = ops.linear(h, width, heads)
+        logits = ops.linear(h, width, heads, "kda")
         (beta,) = tape.op([logits], [t * heads * self.s.w])
         tape.save(beta)
         tape.drop(logits, inputs)
         out = ops.kda(mixed, g, beta)
-        first = ops.linear(h, width, key)
-        gate = ops.linear(first, key, inner)
+        first = ops.linear(h, width, key, "kda")
+        gate = ops.linear(first, key, inner, "kda")
         tape.drop(first)
         normed = ops.gated_rms_norm(out, gate, inner)
         tape.drop(gate)
-        mixer = ops.linear(normed, inner, width)
+        mixer = ops.linear(normed, inner, width, "kda")
         tape.drop(normed)
         if not tape.graph:  # otherwise the front holds them
             tape.drop(mixed, g, beta, out)
@@ -111,7 +142,7 @@ class LayerTape:
 
     def _latents(self, ops: Ops, h: Value) -> Value:
         latent = self.shape.kv_lora_rank
-        raw = ops.linear(h, self.width, latent)
+        raw = ops.linear(h, self.width, latent, "mla")
         latents = ops.rms_norm(raw, latent)
         ops.tape.drop(raw)
         return latents
@@ -137,35 +168,35 @@ class LayerTape:
             if self.has_indexer:
                 self._complete_pools(ops)
             tape.drop(latents)
-        raw = ops.linear(h, self.width, rank)
+        raw = ops.linear(h, self.width, rank, "mla")
         q_resid = ops.rms_norm(raw, rank)
         tape.drop(raw)
         if not tape.graph and self.has_indexer:
             self._select(ops, q_resid)
-        q = ops.linear(q_resid, rank, queries)
+        q = ops.linear(q_resid, rank, queries, "mla")
         weight = self._of_slice(heads * (shape.qk_nope_head_dim + shape.v_head_dim) * latent)
-        (by_head,) = tape.op([q], [t * heads * latent * e], saves=[q], **weight)
+        (by_head,) = tape.op([q], [t * heads * latent * e], saves=[q], learns=weight)
         tape.drop(q)
         (absorbed,) = tape.op([by_head], [t * heads * latent * e], shares=True)
         tape.drop(by_head)
         out, mass = ops.sparse_attention(absorbed)
         tape.drop(absorbed)
-        (by_head,) = tape.op([out], [t * values * e], saves=[out], **weight)
+        (by_head,) = tape.op([out], [t * values * e], saves=[out], learns=weight)
         (flat,) = tape.op([by_head], [t * values * e], shares=True)
         tape.drop(by_head)
-        mixer = ops.linear(flat, values, self.width)
+        mixer = ops.linear(flat, values, self.width, "mla")
         tape.drop(flat, q_resid, out, mass)
         return mixer
 
-    def _of_slice(self, values: int) -> dict[str, int]:
+    def _of_slice(self, values: int) -> Learns:
         """A part of a weight took part: its gradient is put into one of the whole weight's size."""
-        learns = self.s.learns(values)
-        return {"back": learns["back"] // 2, "after": learns["after"] + learns["back"] // 2}
+        learns = self.s.learns("mla", values)
+        return Learns(learns.made // 2, learns.widened + learns.made // 2)
 
     def _select(self, ops: Ops, q_resid: Value) -> None:
         shape = self.shape
         width = shape.index_n_heads * shape.index_head_dim
-        q = ops.linear(q_resid, shape.q_lora_rank, width)
+        q = ops.linear(q_resid, shape.q_lora_rank, width, "indexer")
         wide = ops.wide_of(q, self.t * width)
         weights = ops.tape.value(self.t * shape.index_n_heads * self.s.w)
         ops.select(wide)
@@ -175,7 +206,7 @@ class LayerTape:
         tape = ops.tape
         site = self._enter(ops, x)
         if not self.is_sparse:
-            out = ops.dense(site.h, self.width, self.shape.intermediate_size)
+            out = ops.dense(site.h, self.width, self.shape.intermediate_size, "dense")
         else:
             out = self._mixture(ops, site.h)
         y = ops.mhc_update(x, out, site.post, site.comb)
@@ -186,14 +217,16 @@ class LayerTape:
         tape, shape, t, w = ops.tape, self.shape, self.t, self.s.w
         active, experts = shape.num_experts_per_tok, shape.n_routed_experts
         wide = ops.wide_of(h, t * self.width)
-        learns = self.s.learns(self.width * experts)
-        (logits,) = tape.op([wide], [t * experts * w], saves=[wide] if self.s.trains else [], **learns)
+        learns = self.s.learns("router", self.width * experts)
+        (logits,) = tape.op(
+            [wide], [t * experts * w], saves=[wide] if "router" in self.s.groups else [], learns=learns
+        )
         if wide is not h:
             tape.drop(wide)
         ids = tape.value(t * active * 8)
         (weights,) = tape.op([logits], [t * active * w], kept=3 * t * active * w)
         routed = ops.experts(h, weights)
-        shared = ops.dense(h, self.width, shape.moe_intermediate_size * shape.n_shared_experts)
+        shared = ops.dense(h, self.width, shape.moe_intermediate_size * shape.n_shared_experts, "experts")
         (out,) = tape.op([routed, shared], [t * self.width * self.s.e], shares=True)
         tape.drop(routed, shared, ids, logits, weights)
         return out

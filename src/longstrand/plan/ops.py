@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from longstrand.architecture import Architecture
 from longstrand.plan.job import Job
-from longstrand.plan.tape import Tape, Value
+from longstrand.plan.parameters import GROUPS
+from longstrand.plan.tape import Learns, Tape, Value
 
 CHUNK = 16  # tokens of a chunk of KDA
 GATHER_BYTES = 4 << 20  # latents gathered at once by plain sparse attention
@@ -27,36 +28,35 @@ class Settings:
         e: bytes of a value of the model's dtype.
         w: of one in float32 or wider.
         native: whether CPU kernels run.
-        trains: whether weights receive gradients.
-        with_grads: whether they hold gradients of earlier tiles or packs already.
+        groups: those that receive gradients.
     """
 
     shape: Architecture
     e: int
     w: int
     native: bool
-    trains: bool = True
-    with_grads: bool = True
+    groups: frozenset[str] = frozenset(GROUPS)
 
     @classmethod
     def of(cls, job: Job) -> Settings:
-        return cls(job.shape, job.itemsize, job.wide, job.form == "native" and job.itemsize < 8)
+        groups = frozenset(group for group in GROUPS if job.trains_group(group))
+        return cls(job.shape, job.itemsize, job.wide, job.form == "native" and job.itemsize < 8, groups)
 
     @property
     def narrow(self) -> bool:
         """Whether the model's dtype is narrower than float32."""
         return self.e < self.w
 
-    def learns(self, *sizes: int) -> dict[str, int]:
+    def learns(self, group: str, *sizes: int) -> Learns:
         """What gradients of weights take on an operation's way back: all of them, then one at a time as it is widened.
 
         Args:
             sizes: values of each weight.
         """
-        if not self.trains:
-            return {"back": 0, "after": 0}
+        if group not in self.groups:
+            return Learns()
         made = sum(sizes) * self.e
-        return {"back": made, "after": made + max(sizes) * self.w * self.narrow}
+        return Learns(made, made + max(sizes) * self.w * self.narrow)
 
 
 class Ops:
@@ -66,10 +66,10 @@ class Ops:
         self.tape, self.s, self.t = tape, settings, tokens
         self.shape, self.e, self.w = settings.shape, settings.e, settings.w
 
-    def linear(self, x: Value, inputs: int, outputs: int) -> Value:
-        """y = x W^T."""
-        learns = self.s.learns(inputs * outputs)
-        (y,) = self.tape.op([x], [self.t * outputs * self.e], saves=[x], **learns)
+    def linear(self, x: Value, inputs: int, outputs: int, group: str) -> Value:
+        """y = x W^T; x is saved for the gradient of W alone."""
+        learns, saves = self.s.learns(group, inputs * outputs), [x] if group in self.s.groups else []
+        (y,) = self.tape.op([x], [self.t * outputs * self.e], saves=saves, learns=learns)
         return y
 
     def wide_of(self, x: Value, values: int) -> Value:
@@ -99,7 +99,7 @@ class Ops:
         fn = mixes * streams * width * self.w
         if self.s.native:
             kept = -(-t // 16) * 16 * (mixes + 1) * self.w
-            return self.tape.op([x], outputs, saves=[x], kept=kept, back=fn * self.s.trains)
+            return self.tape.op([x], outputs, saves=[x], kept=kept, back=fn * ("mhc" in self.s.groups))
         passes = 2 * self.shape.hc_sinkhorn_iters - 1
         kept = t * self.w * (1 + mixes + 2 * streams + 2 * streams**2 + passes * streams)
         small = t * self.w * (mixes + streams**2)
@@ -126,15 +126,19 @@ class Ops:
         (y,) = self.tape.op([both], [size], saves=[both], work=work, back=back)
         return y
 
-    def dense(self, x: Value, width: int, inner: int) -> Value:
+    def dense(self, x: Value, width: int, inner: int, group: str) -> Value:
         """Gate and up in one product of joined weights, the activation, down."""
-        joined = self.tape.value(2 * width * inner * self.e)
-        both = self.linear(x, width, 2 * inner)
-        if self.tape.graph:
-            self.tape.save(joined)
+        size, trains = 2 * width * inner, group in self.s.groups
+        # The joined gradient is cut into views, each of which is widened.
+        widened = size * (self.e + self.w * self.s.narrow) * trains
+        (joined,) = self.tape.op([], [size * self.e], learns=Learns(0, widened))
+        joined.grad_bytes *= trains
+        (both,) = self.tape.op(
+            [x, joined], [self.t * 2 * inner * self.e], saves=[joined, *([x] if trains else [])]
+        )
         self.tape.drop(joined)
         hidden = self.swiglu(both, inner)
-        out = self.linear(hidden, inner, width)
+        out = self.linear(hidden, inner, width, group)
         self.tape.drop(both, hidden)
         return out
 
@@ -213,16 +217,20 @@ class Ops:
         active, width, inner = shape.num_experts_per_tok, shape.hidden_size, shape.moe_intermediate_size
         pairs = t * active
         each = shape.n_routed_experts * width * inner
-        learns = self.s.learns(2 * each, each)
+        learns = self.s.learns("experts", 2 * each, each)
         inputs, outputs = [x, weights], [t * width * e]
         if self.s.native:
             kept = pairs * (2 * width + 3 * inner) * e + pairs * 8
-            learns["back"] += pairs * (width + 3 * inner) * e
-            (y,) = self.tape.op(inputs, outputs, saves=[weights], kept=kept, work=pairs * 8, **learns)
+            back = pairs * (width + 3 * inner) * e
+            (y,) = self.tape.op(
+                inputs, outputs, saves=[weights], kept=kept, work=pairs * 8, back=back, learns=learns
+            )
             return y
         kept = pairs * (3 * width + 3 * inner) * e + pairs * 16
-        learns["back"] += pairs * (2 * width + 3 * inner) * e
-        (y,) = self.tape.op(inputs, outputs, saves=[weights], kept=kept, work=2 * pairs * width * e, **learns)
+        back = pairs * (2 * width + 3 * inner) * e
+        (y,) = self.tape.op(
+            inputs, outputs, saves=[weights], kept=kept, work=2 * pairs * width * e, back=back, learns=learns
+        )
         return y
 
     def logprobs(self, hidden: Value) -> Value:
@@ -231,9 +239,9 @@ class Ops:
         rows, words, width = min(t, TOKEN_BLOCK), min(shape.vocab_size, VOCABULARY_BLOCK), shape.hidden_size
         logits = rows * words
         work = logits * (self.w * 2 + self.e * self.s.narrow) + t * self.w
-        d_weight = (
-            shape.vocab_size * width * self.w + words * width * (self.e + self.w * self.s.narrow)
-        ) * self.s.trains
+        d_weight = (shape.vocab_size * width * self.w + words * width * (self.e + self.w * self.s.narrow)) * (
+            "head" in self.s.groups
+        )
         back = d_weight + logits * (self.w + self.e * self.s.narrow) + rows * width * (self.w + self.e)
         (y,) = self.tape.op([hidden], [t * self.w], saves=[hidden], kept=t * self.w, work=work, back=back)
         return y

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 
 class Block:
@@ -31,6 +32,21 @@ class Value:
     block: Block
     grad_bytes: int
     grad: Block | None = None
+
+
+class Learns(NamedTuple):
+    """The gradients of an operation's weights, in bytes.
+
+    Attributes:
+        made: all of them, as the operation makes them.
+        widened: most that lives while they are widened, when the gradients that came are gone.
+    """
+
+    made: int = 0
+    widened: int = 0
+
+
+NOTHING = Learns()
 
 
 @dataclass(frozen=True)
@@ -65,7 +81,7 @@ class Tape:
         kept: int = 0,
         work: int = 0,
         back: int = 0,
-        after: int = 0,
+        learns: Learns = NOTHING,
         shares: bool = False,
     ) -> list[Value]:
         """One operation.
@@ -75,9 +91,8 @@ class Tape:
             saves: inputs that the graph keeps.
             kept: bytes made for the way back alone, or, without a graph, made and dropped.
             work: most that lives during the operation beside inputs, outputs and `kept`.
-            back: most that lives on its way back beside what was saved and the gradients that come and go, with those
-                of its weights.
-            after: most that lives while those are widened, when the gradients that came are gone.
+            back: most that lives on its way back beside what was saved and the gradients that come and go.
+            learns: what the gradients of its weights take.
             shares: the gradient of the output is handed on to the inputs as it is.
         """
         made = [self.value(num_bytes) for num_bytes in outputs]
@@ -89,7 +104,9 @@ class Tape:
         blocks = [each.block for each in saves]
         for block in blocks:
             block.holders += 1
-        self.nodes.append(_Node(tuple(inputs), tuple(made), (held, *blocks), back, after, shares))
+        self.nodes.append(
+            _Node(tuple(inputs), tuple(made), (held, *blocks), back + learns.made, learns.widened, shares)
+        )
         return made
 
     def save(self, *values: Value) -> None:
