@@ -11,7 +11,7 @@ from rich.table import Table
 from longstrand.wording import count, places
 
 WIDTH = 100
-COLUMNS = {"op": 21, "runs in": 15, "why": 19, "padding": 19, "kernels called": 22}
+COLUMNS = {"op": 21, "runs in": 15, "why": 19, "padding": 18, "kernels called": 23}
 Row = tuple[tuple[str, ...], bool]
 """Cells, and whether something is wrong with them."""
 
@@ -64,7 +64,7 @@ def _groups(found: Mapping[str, Any]) -> Iterator[tuple[str, list[Row]]]:
 
 
 def _table(rows: list[Row], *, with_head: bool) -> Table:
-    table = Table(box=None, pad_edge=False, width=WIDTH, show_header=with_head)
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, width=WIDTH, show_header=with_head)
     for name, width in COLUMNS.items():
         table.add_column(name, width=width)
     for cells, wrong in rows:

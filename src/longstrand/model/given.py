@@ -19,7 +19,7 @@ from longstrand.ops.indexer_loss import DENSE_LOSS, SELECTED_LOSS
 from longstrand.ops.kda import KDA, LOG_DECAY
 from longstrand.ops.logprob import LOGPROBS
 from longstrand.ops.mhc import GATHER, UPDATE
-from longstrand.ops.native import Op
+from longstrand.ops.native import Op, name_of
 from longstrand.ops.norm import GATED_NORM, NORM
 from longstrand.ops.padding import NONE, Padding, Tiles
 from longstrand.ops.precision import wide_dtype
@@ -43,6 +43,13 @@ class Wanted:
         """One like it, without memory."""
         sizes = [size[0] if isinstance(size, tuple) else size or 1 for size in self.shape]
         return torch.empty((), dtype=self.dtype or torch.int64, device=device).expand(sizes)
+
+    def __str__(self) -> str:
+        sizes = (
+            "any" if e is None else " or ".join(map(str, e if isinstance(e, tuple) else [e]))
+            for e in self.shape
+        )
+        return f"{name_of(self.dtype) if self.dtype else 'any dtype'} [{', '.join(sizes)}]"
 
     def fits(self, tensor: Tensor) -> bool:
         return self._fits_shape(tuple(tensor.shape)) and self.dtype in (None, tensor.dtype)

@@ -74,7 +74,7 @@ def of_tokens_in_lanes(tiles: Tiles, *, native: bool) -> Padding:
 def of_rows(widths: Sequence[int], *, native: bool) -> Padding:
     """A kernel goes over a row in whole vectors."""
     computed = sum(_whole(width, LANES) for width in widths)
-    return _padding(computed, sum(widths), f"rows to vectors of {LANES}") if native else NONE
+    return _padding(computed, sum(widths), f"rows to {LANES}") if native else NONE
 
 
 def of_scores(tiles: Tiles, *, kpool: int, num_selected: int, native: bool) -> Padding:

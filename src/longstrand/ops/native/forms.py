@@ -12,7 +12,7 @@ from torch import Tensor
 Given = Tensor | float | int | None
 """What an op is called with."""
 
-NO_KERNEL = "there is no kernel of it"
+NO_KERNEL = "it has no kernel"
 
 
 @runtime_checkable
