@@ -52,11 +52,11 @@ def use_native(choice: Choice) -> NativeState:
     try:
         _library = loaded_library()
     except CannotBuild as error:
+        _state = NativeState(False, str(error))
         if choice == "native":
             raise UserError(
                 f'kernels.cpu = "native": {error}; install a C++ compiler, or set kernels.cpu = "portable"'
             ) from None
-        _state = NativeState(False, str(error))
         return _state
     _state = NativeState(True, "compiled for this processor")
     return _state
