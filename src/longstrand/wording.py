@@ -61,7 +61,8 @@ def places(layers: Sequence[int | str]) -> str:
         follows = runs and isinstance(layer, int) and runs[-1][-1] == layer - 1
         runs[-1].append(layer) if follows else runs.append([layer])
     words = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
-    return f"layer{'s' * (len(layers) > 1)} {words}" if isinstance(layers[0], int) else words
+    num_layers = sum(isinstance(layer, int) for layer in layers)
+    return f"layer{'s' * (num_layers > 1)} {words}" if num_layers else words
 
 
 def count(value: int) -> str:

@@ -133,7 +133,7 @@ def test_a_requirement_is_kept_by_a_resumed_run_and_may_change(tmp_path):
     recipe = recipe.model_copy(update={"train": recipe.train.model_copy(update={"steps": 1})})
     run = train(recipe)
     more = ["train.steps=2", "kernels.require=native", "kernels.cpu=auto"]
-    with pytest.raises(CheckFailed, match="asked native .* runs portable: asked for portable"):
+    with pytest.raises(CheckFailed, match=r"asked native .* runs portable: asked for portable"):
         train(load_recipe(run / "run.toml", more), resume=True)
     train(load_recipe(run / "run.toml", ["train.steps=2", "kernels.require=portable"]), resume=True)
     assert load_recipe(run / "run.toml").kernels.require == "portable"

@@ -64,7 +64,7 @@ def run_audit(recipe: Recipe, *, as_json: bool = False) -> None:
         show_audit(found.as_dict())
     if found.mismatches:
         more = len(found.mismatches) - 1
-        raise CheckFailed(f"{found.mismatches[0]}" + f" ({more} more below it in the list)" * (more > 0))
+        raise CheckFailed(f"{found.mismatches[0]}" + f"; and {more} more" * (more > 0))
 
 
 def audit(recipe: Recipe) -> Audit:

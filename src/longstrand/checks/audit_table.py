@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -37,11 +38,19 @@ def show_audit(found: Mapping[str, Any], console: Console | None = None) -> None
         say(f"config.json leaves to defaults: {', '.join(found['config_is_silent_on'])}.")
     for name, times in observed["cuda_kernels"].items():
         say(f"CUDA kernel seen {count(times)} times: {name}")
-    for each in found["mismatches"]:
-        place = places([each["layer"]])
-        say(f"{place}, {each['op']}: asked {each['asked']}; ran {each['ran']}; {each['remedy']}", "bold red")
+    for words, layers in _alike(found["mismatches"]):
+        say(f"{places(layers)}, {words}", "bold red")
     if found["passed"]:
         say("What ran is what was planned and asked.")
+
+
+def _alike(mismatches: Sequence[Mapping[str, Any]]) -> Iterable[tuple[str, list[int | str]]]:
+    """What differs in the same way in several layers, once."""
+    found: dict[str, list[int | str]] = {}
+    for each in mismatches:
+        words = f"{each['op']}: asked {each['asked']}; ran {each['ran']}; {each['remedy']}"
+        found.setdefault(words, []).append(each["layer"])
+    return found.items()
 
 
 def _groups(found: Mapping[str, Any]) -> Iterator[tuple[str, list[Row]]]:
@@ -81,5 +90,6 @@ def _called(seen: Mapping[str, Any] | None) -> str:
     """The kernels without their op's name and dtype, and how often each was called."""
     if seen is None:
         return "did not run"
-    names = (f"{name.removeprefix(seen['kernels_begin'])} {count(n)}" for name, n in seen["kernels"].items())
-    return ", ".join(each.replace("_float32", "").replace("_bfloat16", "") for each in names) or "none"
+    begin = len(seen["kernels_begin"])
+    names = ((re.sub(r"_?(float32|bfloat16)$", "", name[begin:]), n) for name, n in seen["kernels"].items())
+    return ", ".join(f"{name or 'forward'} {count(n)}" for name, n in names) or "none"

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from longstrand.checks.observing import SeenOp, describe
 from longstrand.model import Model
-from longstrand.model.forms import HEAD, TAKEN, Place, Plan, PlannedOp, Required, place_name
+from longstrand.model.forms import HEAD, Place, Plan, PlannedOp, Required, place_name, remedy_of
 from longstrand.model.given import Wanted
 from longstrand.model.hf import keeps_float32
 from longstrand.ops.native import name_of
@@ -68,10 +68,9 @@ def _of_op(
     if seen is None:
         yield Mismatch(place, name, name, ", ".join(others) or "nothing in its place", _OTHER_OP)
         return
-    if planned.breaks(required) is not None:
-        remedy = 'remove that reason, or set kernels.require = "none"'
-        why = planned.refusal or TAKEN
-        yield Mismatch(place, name, f"{required} (kernels.require)", f"{planned.form}: {why}", remedy)
+    if planned.breaks(required):
+        ran = f"{planned.form}: {planned.why}"
+        yield Mismatch(place, name, f"{required} (kernels.require)", ran, remedy_of(required))
     elif found := _ran_otherwise(planned, seen):
         asked = planned.form + " (kernels.require)" * (required == planned.form)
         yield Mismatch(place, name, asked, found, _OTHER_FORM)

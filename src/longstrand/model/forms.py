@@ -39,11 +39,14 @@ class PlannedOp:
     def form(self) -> Form:
         return "native" if self.refusal is None else "portable"
 
-    def breaks(self, required: Required) -> str | None:
-        """What is wrong with it where this form is required; an op without a kernel has but one."""
-        if required in ("none", self.form) or not self.op.kernels:
-            return None
-        return f"asked {required} (kernels.require), runs {self.form}: {self.refusal or TAKEN}"
+    @property
+    def why(self) -> str:
+        """Of its form."""
+        return self.refusal or TAKEN
+
+    def breaks(self, required: Required) -> bool:
+        """Whether it runs in another form than this one; an op without a kernel has but one."""
+        return required not in ("none", self.form) and bool(self.op.kernels)
 
     def as_dict(self, device: str) -> dict[str, Any]:
         portable = f"torch {self.op.portable} ({device})"
@@ -52,11 +55,11 @@ class PlannedOp:
             "op": self.op.name,
             "form": self.form,
             "runs_in": taken,
-            "why": self.refusal or TAKEN,
+            "why": self.why,
             "padding_percent": self.padding.percent,
             "padding": self.padding.of,
             "refused": {
-                other: self.refusal or TAKEN,
+                other: self.why,
                 "CUDA": "this project has no CUDA kernel of its own",
             },
         }
@@ -89,12 +92,12 @@ class Plan:
         Raises:
             CheckFailed: naming the first such layer and op, and why.
         """
-        found = [(place, op, broken) for place, op in self if (broken := op.breaks(required))]
+        found = [(place, op) for place, op in self if op.breaks(required)]
         if found:
-            place, op, broken = found[0]
+            place, op = found[0]
             raise CheckFailed(
-                f"{place_name(place)}, {op.op.name}: {broken}; {len(found)} ops do; remove that reason, or set "
-                'kernels.require = "none"'
+                f"{place_name(place)}, {op.op.name}: asked {required} (kernels.require), runs {op.form}: {op.why}; "
+                f"{len(found)} ops do; {remedy_of(required)}"
             )
 
     def as_dict(self) -> dict[str, Any]:
@@ -129,6 +132,12 @@ def plan_forms(shape: Architecture, of: Pass) -> Plan:
         ending = "experts" if of_layer[1] == "sparse" else "dense"
         layers.append(PlannedLayer(index, f"{mixer}, {ending}", asked[of_layer]))
     return Plan([*layers, PlannedLayer(HEAD, HEAD, _planned(head_calls(shape, of), of))], of)
+
+
+def remedy_of(required: Required) -> str:
+    """What to do where this form is required and another one runs."""
+    other = 'set kernels.cpu = "portable"' if required == "portable" else "remove that reason"
+    return f'{other}, or set kernels.require = "none"'
 
 
 def place_name(place: Place) -> str:
