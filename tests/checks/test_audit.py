@@ -4,15 +4,21 @@ import json
 import sys
 
 import pytest
+import torch
 
-from longstrand.bench.audited import MISFITS, audited, audited_recipe
+from longstrand.architecture import Architecture
+from longstrand.bench.audited import MISFITS, audited, audited_recipe, measure
 from longstrand.checks.audit import audit, written_sizes
 from longstrand.cli import main
 from longstrand.config import KernelsSection, dump_toml, load_recipe
 from longstrand.errors import CheckFailed
+from longstrand.model.forms import plan_forms
+from longstrand.model.given import Pass
 from longstrand.ops import native
+from longstrand.ops.padding import Tiles
 from longstrand.report.forms import forms_html
 from longstrand.train.sft import train
+from longstrand.wording import places
 
 SEEN_TILES = 8  # the step is of 115 tokens, in tiles of 16
 
@@ -147,6 +153,39 @@ def test_the_report_shows_equal_layers_once(recipe_file):
         page.count("<tr>") == 1 + 8 + 8 + 9 + 2
     )  # head, KDA dense, DSA experts, KDA experts, head of the model
     assert "at 128 tokens in tiles of 16" in page and "required: none" in page
+
+
+def test_a_record_of_an_older_run_is_shown_as_it_is():
+    page = forms_html({"kda": "native C++ (cpu)", "token_logprobs": "torch chunked (cpu)"})
+    assert "<dt>kda</dt><dd>native C++ (cpu)</dd>" in page and "required" not in page
+    assert forms_html(None) == ""
+
+
+def test_weights_and_gradients_are_counted_by_dtype(recipe_file):
+    """float32: of KDA A_log, dt_bias, three convolutions and six of hyper-connections; of DSA six and its pools' bias."""
+    seen = audit(load_recipe(recipe_file, ["run.dtype=bfloat16"])).record["observed"]
+    assert seen["weights"]["float32"] == 2 * (2 + 3 + 6) + 2 * (6 + 1)
+    assert set(seen["weights"]) == {"float32", "bfloat16"}
+    assert seen["gradients"] == {"float32": sum(seen["weights"].values())}
+
+
+def test_on_another_device_every_op_says_that_it_has_no_kernel_there():
+    shape = Architecture.from_hf({"num_hidden_layers": 4})
+    plan = plan_forms(shape, Pass(torch.bfloat16, Tiles([(0, 64)], 64), device="meta"))
+    found = {op.op.name: op.as_dict("meta") for _, op in plan if op.op.kernels}
+    assert {op["why"] for op in found.values()} == {"device is meta: no kernel of ours"}
+    assert found["kda"]["runs_in"] == "torch chunked (meta)"
+
+
+def test_the_figure_has_a_record_for_each_and_a_table():
+    plain, padded = measure(["padded head"])
+    assert plain["pass"] and padded["pass"] and padded["measured"] == "exit code 3: layer 2, kda"
+    assert [row[0] for row in plain["detail"]["table"]["rows"]] == ["as it is", "padded head"]
+
+
+def test_layers_are_named_by_their_ranges():
+    assert places([0, 1, 2, 4, "head"]) == "layers 0-2, 4, head"
+    assert (places([3]), places(["head"])) == ("layer 3", "head")
 
 
 def test_sizes_are_read_as_they_are_written():

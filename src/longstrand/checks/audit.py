@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -22,6 +23,7 @@ from longstrand.memory import Levers
 from longstrand.model import Model, SideLosses
 from longstrand.model.forms import plan_forms
 from longstrand.model.hf import read_json
+from longstrand.ops.native import name_of
 from longstrand.train.forms import pass_of, record_of
 from longstrand.train.run_folder import resolve_recipe
 from longstrand.train.sft import prepare
@@ -87,13 +89,8 @@ def audit(recipe: Recipe) -> Audit:
     with observer.watching():
         _step(resolved, model, pack)
     found = mismatches(plan, observer.ops, model, resolved.kernels.require)
+    record = record_of(resolved, plan) | {"observed": {"tokens": len(pack), **_observed(observer)}}
     model.zero_grad(set_to_none=True)
-    seen = [
-        {"layer": place, "ops": [op.as_dict() for op in ops.values()]} for place, ops in observer.ops.items()
-    ]
-    record = record_of(resolved, plan) | {
-        "observed": {"tokens": len(pack), "layers": seen, "cuda_kernels": dict(observer.cuda)}
-    }
     return Audit(record, found, model.architecture.defaulted)
 
 
@@ -107,6 +104,20 @@ def written_sizes(config: Mapping[str, Any]) -> dict[str, int]:
     values |= text
     names = [f.name for f in fields(Architecture) if f.type == "int"]
     return {name: values[name] for name in names if isinstance(values.get(name), int)}
+
+
+def _observed(observer: Observer) -> dict[str, Any]:
+    """Ops by layer, and how many weights and gradients have which dtype."""
+    weights = list(observer.model.parameters())
+    gradients = [weight.grad for weight in weights if weight.grad is not None]
+    return {
+        "weights": dict(Counter(name_of(each.dtype) for each in weights)),
+        "gradients": dict(Counter(name_of(each.dtype) for each in gradients)),
+        "layers": [
+            {"layer": at, "ops": [op.as_dict() for op in ops.values()]} for at, ops in observer.ops.items()
+        ],
+        "cuda_kernels": dict(observer.cuda),
+    }
 
 
 def _short_pack(loader: Loader) -> Pack:
