@@ -162,7 +162,7 @@ def test_a_record_of_an_older_run_is_shown_as_it_is():
 
 
 def test_weights_and_gradients_are_counted_by_dtype(recipe_file):
-    """float32: of KDA A_log, dt_bias, three convolutions and six of hyper-connections; of DSA six and its pools' bias."""
+    """Of KDA A_log, dt_bias, three convolutions and six of hyper-connections; of DSA six and its pools' bias."""
     seen = audit(load_recipe(recipe_file, ["run.dtype=bfloat16"])).record["observed"]
     assert seen["weights"]["float32"] == 2 * (2 + 3 + 6) + 2 * (6 + 1)
     assert set(seen["weights"]) == {"float32", "bfloat16"}
