@@ -62,6 +62,8 @@ def test_a_message_says_what_was_asked_what_ran_and_what_to_do(tmp_path):
     )
     _, said = audited(tmp_path, MISFITS["wrong pool size"])
     assert "asked num_selected 8; ran num_selected 2" in said
+    _, said = audited(tmp_path, MISFITS["fallback under require"])
+    assert "ran portable: rows at uneven distances; look at what reaches it (--json lists it), or set" in said
     _, said = audited(tmp_path, MISFITS["dense fallback"])
     assert "asked sparse_attention; ran dense_attention" in said
 

@@ -17,7 +17,6 @@ from longstrand.model.hf import keeps_float32
 from longstrand.ops.native import name_of
 from longstrand.ops.precision import wide_dtype
 
-_OTHER_FORM = 'look at what reaches it (--json lists it), or set kernels.cpu = "portable"'
 _OTHER_OP = "run the model's own code: another one stands in its place"
 _OTHER_SIZE = "make the model of config.json as it is; nothing may pad or default a size"
 _OTHER_DTYPE = "load the weights in run.dtype, with what is kept in float32 left so"
@@ -72,8 +71,11 @@ def _of_op(
         ran = f"{planned.form}: {planned.why}"
         yield Mismatch(place, name, f"{required} (kernels.require)", ran, remedy_of(required))
     elif found := _ran_otherwise(planned, seen):
-        asked = planned.form + " (kernels.require)" * (required == planned.form)
-        yield Mismatch(place, name, asked, found, _OTHER_FORM)
+        is_required = required == planned.form and bool(planned.op.kernels)
+        asked = planned.form + " (kernels.require)" * is_required
+        setting = 'kernels.require = "none"' if is_required else 'kernels.cpu = "portable"'
+        remedy = f"look at what reaches it (--json lists it), or set {setting}"
+        yield Mismatch(place, name, asked, found, remedy)
     yield from _of_inputs(place, planned, seen)
 
 
@@ -91,17 +93,18 @@ def _ran_otherwise(planned: PlannedOp, seen: SeenOp) -> str | None:
 def _of_inputs(place: Place, planned: PlannedOp, seen: SeenOp) -> Iterator[Mismatch]:
     """The first that does not fit, of each input."""
     for name, wanted in planned.inputs.items():
-        for given in seen.given.get(name, []):
-            if isinstance(wanted, Wanted) and isinstance(given, Tensor):
-                if wanted.fits(given):
-                    continue
-                remedy = _OTHER_SIZE if given.dtype == wanted.dtype else _OTHER_DTYPE
-            elif wanted == given:
-                continue
-            else:
-                remedy = _OTHER_SIZE
-            yield Mismatch(place, planned.op.name, f"{name} {wanted}", f"{name} {describe(given)}", remedy)
-            break
+        odd = next((given for given in seen.given.get(name, []) if not _fits(wanted, given)), None)
+        if odd is None:
+            continue
+        narrowed = isinstance(odd, Tensor) and isinstance(wanted, Wanted) and odd.dtype != wanted.dtype
+        remedy = _OTHER_DTYPE if narrowed else _OTHER_SIZE
+        yield Mismatch(place, planned.op.name, f"{name} {wanted}", f"{name} {describe(odd)}", remedy)
+
+
+def _fits(wanted: Wanted | int, given: Tensor | float | int) -> bool:
+    if isinstance(wanted, Wanted):
+        return isinstance(given, Tensor) and wanted.fits(given)
+    return wanted == given
 
 
 def _of_weights(model: Model, dtype: torch.dtype) -> Iterator[Mismatch]:
