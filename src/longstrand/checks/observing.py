@@ -77,9 +77,8 @@ class Observer:
         with ExitStack() as held:
             for index, layer in enumerate(self.model.layers):
                 for stage in _STAGES:
-                    if hasattr(layer, stage):
-                        inside = partial(self._inside, index, getattr(layer, stage))
-                        held.enter_context(patch.object(layer, stage, inside))
+                    inside = partial(self._inside, index, getattr(layer, stage))
+                    held.enter_context(patch.object(layer, stage, inside))
             held.enter_context(watched(self))
             held.enter_context(self._profiled())
             yield
