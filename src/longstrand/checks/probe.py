@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -99,8 +100,30 @@ def probe(recipe: Recipe, asked: Asked) -> Probe:
         expert_ranks=ranks,
         receive=resolved.parallel.receive_rows(resolved.memory.tile),
     )
-    passes = [_through(model, packs, name, subject) for name, packs in (("real", real), ("random", random))]
+    passes = [through(model, packs, name, subject) for name, packs in (("real", real), ("random", random))]
     return Probe(subject, shape, *passes)
+
+
+@torch.no_grad()
+def through(model: Model, packs: Sequence[Pack], name: str, subject: Subject) -> Pass:
+    """Runs sequences one after the other; each counts by itself, as it would in a step."""
+    counts, progress = _Counts(model.architecture, subject), Console(stderr=True)
+    nats = weight = 0.0
+    for number, pack in enumerate(packs, start=1):
+        progress.print(
+            f"probe: {name} sequence {number} of {len(packs)}, {len(pack):,} tokens ...", highlight=False
+        )
+        logprobs = model.token_logprobs(
+            pack, Levers(tile=subject.tile), SideLosses(choice_watch=counts)
+        ).cpu()
+        if not bool(torch.isfinite(logprobs[pack.targets != NO_TARGET]).all()):
+            raise CheckFailed(
+                f"probe: log-probabilities of {name} sequence {number} are not finite; the weights or run.dtype = "
+                f"{subject.dtype} are at fault"
+            )
+        nats -= float((logprobs.double() * pack.weight).sum())
+        weight += float(pack.weight.double().sum())
+    return Pass(counts.loads, counts.distances, nats / weight if weight else None)
 
 
 class _Counts:
@@ -123,28 +146,6 @@ class _Counts:
             self.loads.add(layer, choices["experts"])
         if "pools" in choices:
             self.distances.add(layer, tile, choices["pools"])
-
-
-@torch.no_grad()
-def _through(model: Model, packs: list[Pack], name: str, subject: Subject) -> Pass:
-    """Runs sequences one after the other; each counts by itself, as it would in a step."""
-    counts, progress = _Counts(model.architecture, subject), Console(stderr=True)
-    nats = weight = 0.0
-    for number, pack in enumerate(packs, start=1):
-        progress.print(
-            f"probe: {name} sequence {number} of {len(packs)}, {len(pack):,} tokens ...", highlight=False
-        )
-        logprobs = model.token_logprobs(
-            pack, Levers(tile=subject.tile), SideLosses(choice_watch=counts)
-        ).cpu()
-        if not bool(torch.isfinite(logprobs[pack.targets != NO_TARGET]).all()):
-            raise CheckFailed(
-                f"probe: log-probabilities of {name} sequence {number} are not finite; the weights or run.dtype = "
-                f"{subject.dtype} are at fault"
-            )
-        nats -= float((logprobs.double() * pack.weight).sum())
-        weight += float(pack.weight.double().sum())
-    return Pass(counts.loads, counts.distances, nats / weight if weight else None)
 
 
 def _weights(recipe: Recipe, model: Model) -> tuple[str, bool]:
