@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -162,6 +163,17 @@ def test_the_sizes_of_the_expert_axis(experts, spread, sizes):
     assert sizes_of_axis(experts, spread) == sizes
 
 
+def test_one_expert_of_every_token_is_named():
+    of = LayerLoads(np.array([300, 150, 100, 50]), {})
+    assert of.always_chosen(2) and not of.collapsed(2)
+    assert not of.always_chosen(4) and not LayerLoads(np.array([290, 160, 100, 50]), {}).always_chosen(2)
+    loads = ExpertLoads(4, 2, [4], 1, receive=8, longest=5)
+    loads.add(7, torch.tensor([[2, 0], [2, 1], [3, 2], [2, 0], [1, 2]]))
+    found = probed(model("KD"), [Pack.from_documents(documents((20,)))], 16)
+    one = replace(found, real=replace(found.real, loads=loads))
+    assert any("in layer 7 one expert is chosen by (nearly) every token" in line for line in one.warnings())
+
+
 def collapse(given):
     """Every token's scores differ by the correction bias alone."""
     with torch.no_grad():
@@ -182,8 +194,8 @@ def test_a_collapsed_router_is_named_and_a_healthy_one_is_not():
 def test_warnings_of_what_is_short_or_drawn():
     packs = [Pack.from_documents(documents((11,)))]
     found = probed(model("KDK"), packs, 16, drawn=True).warnings()
-    assert len(found) == 3 and "drawn" in found[0]
-    assert "fewer than one tile of 16" in found[1] and "no query sees more pools than the 3" in found[2]
+    assert "the weights are drawn" in found[0]
+    assert "fewer than one tile of 16" in found[-2] and "no query sees more pools than the 3" in found[-1]
 
 
 def test_a_model_without_a_part_leaves_it_out(capsys):

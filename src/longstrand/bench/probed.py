@@ -1,9 +1,11 @@
-"""The figure of `longstrand probe`: human X against random tokens, on the shipped model and on a drawn one.
+"""The figure of `longstrand probe`: human X against random tokens, on three small models.
 
     longstrand bench probed [--data DIR]
 
-What is judged: that a loop over tokens in plain Python counts the same from the kept choices, and that real and random
-tokens are both reported, as many of each. How uneven they are is shown, whatever it is.
+The shipped model, whose routers were trained without balance; the toy as it is drawn; and the toy after a short run on
+human X with its routers balanced (about a minute). What is judged: that a loop over tokens in plain Python counts the
+same from the kept choices, and that real and random tokens are both reported, as many of each. How uneven they are is
+shown, whatever it is.
 """
 
 from __future__ import annotations
@@ -26,26 +28,32 @@ from longstrand.bench._small_models import documents, model
 from longstrand.bench._steps import TRAINED_REGION
 from longstrand.bench._trial import human_x, skipped
 from longstrand.bench.figures import show
-from longstrand.checks import probe as probing
-from longstrand.checks.probe import Asked, run_probe
-from longstrand.checks.probed import Probe, Subject
+from longstrand.checks.probe import Asked, run_probe, through
+from longstrand.checks.probed import Pass, Probe, Subject
 from longstrand.config import Recipe
 from longstrand.data import Pack
 from longstrand.demo.pretrain import SHIPPED
+from longstrand.model import Model
+from longstrand.train.sft import train
 
 LENGTH, SEQUENCES, RANKS = 65_536, 2, 4
-TILES = (1024, 4096)
+TILE = 1024
 SMALL = (
     ((1, 2, 3, 33, 64, 65, 5), (17,)),
     ((50,), (49, 3)),
     ((130,), (5, 6)),
 )  # lengths of documents, pack by pack
 SMALL_TILE, SMALL_RANKS = 16, 3
-MODELS = {"shipped model": {"path": str(SHIPPED / "checkpoint")}, "drawn toy": {"config": "toy"}}
+MODELS: dict[str, tuple[dict[str, str], int]] = {  # what a recipe says of the model, and steps to train it
+    "shipped model": ({"path": str(SHIPPED / "checkpoint")}, 0),
+    "drawn toy": ({"config": "toy"}, 0),
+    "toy, 30 steps on human X": ({"config": "toy"}, 30),
+}
+TRAINING = {"lr": 3e-3, "warmup_steps": 4, "indexer": "sparse", "balance": "bias", "balance_rate": 0.02}
+TRAINED_LENGTH = 8192
 ASKED = "real and random tokens counted alike"
 COLUMNS = (
     "model",
-    "tile",
     "layer",
     "busiest expert / mean, real",
     "random",
@@ -57,18 +65,17 @@ COLUMNS = (
 
 
 def measure(data: Path | None) -> list[dict[str, Any]]:
-    """A record of the recount, and one per model and tile."""
+    """A record of the recount, and one per model."""
     records, rows = [_recounted()], list[list[str]]()
     fasta = human_x(data)
-    for name, weights in MODELS.items():
-        for tile in TILES:
-            title = f"{name}, human X against random tokens, tile {tile:,}"
-            if fasta is None:
-                records.append(skipped(title, ASKED, issue="D"))
-                continue
-            found, text = _probe(fasta, weights, tile)
-            records.append(_record(title, found, text))
-            rows += _rows(name, tile, found)
+    for name, (weights, steps) in MODELS.items():
+        title = f"{name}: human X against random tokens"
+        if fasta is None:
+            records.append(skipped(title, ASKED, issue="D"))
+            continue
+        found, text = _probe(fasta, weights, steps)
+        records.append(_record(title, found, text))
+        rows += _rows(name, found)
     if rows:
         records[0]["detail"] = {"table": {"columns": list(COLUMNS), "rows": rows}}
     return records
@@ -95,15 +102,16 @@ def _recounted() -> dict[str, Any]:
     }
 
 
-def _small_probe(given: Any, packs: Sequence[Pack]) -> Any:
-    lengths = [len(pack) for pack in packs]
-    about = Subject(
-        "small", 0, "float64", "drawn", True, SMALL_TILE, lengths, None, "", 0, SMALL_RANKS, 4 * SMALL_TILE
-    )
-    return probing.through(given, packs, "small", about)
+def _small_probe(given: Model, packs: Sequence[Pack]) -> Pass:
+    return through(given, packs, "small", _subject([len(pack) for pack in packs]))
 
 
-def _compared(ours: Any, theirs: dict[str, Any], topk: int) -> list[tuple[Any, Any]]:
+def _subject(lengths: list[int]) -> Subject:
+    ranks, receive = SMALL_RANKS, 4 * SMALL_TILE
+    return Subject("small", 0, "float64", "drawn", True, SMALL_TILE, lengths, None, "", 0, ranks, receive)
+
+
+def _compared(ours: Pass, theirs: dict[str, Any], topk: int) -> list[tuple[Any, Any]]:
     """Pairs that must be equal: whole numbers, and ratios of whole numbers; expected shares as far as doubles go."""
     pairs: list[tuple[Any, Any]] = []
     for layer, of in ours.loads.layers.items():
@@ -125,22 +133,27 @@ def _by_bucket(distances: dict[int, Any], edges: Sequence[int]) -> list[Any]:
     ]
 
 
-def _probe(fasta: Path, weights: dict[str, str], tile: int) -> tuple[Probe, str]:
+def _probe(fasta: Path, weights: dict[str, str], steps: int) -> tuple[Probe, str]:
     """What was found, and what the command prints of it."""
-    with tempfile.TemporaryDirectory() as folder, redirect_stdout(StringIO()) as text:
-        found = run_probe(_recipe(fasta, weights, tile, folder), Asked(SEQUENCES, None, RANKS))
-    return found, text.getvalue()
+    with tempfile.TemporaryDirectory() as folder:
+        recipe = _recipe(fasta, weights, steps, Path(folder))
+        if steps:
+            train(recipe)
+        whole = recipe.model_copy(update={"data": recipe.data.model_copy(update={"length": LENGTH})})
+        with redirect_stdout(StringIO()) as text:
+            found = run_probe(whole, Asked(SEQUENCES, None, RANKS))
+        return found, text.getvalue().replace(f"{folder}/", "")
 
 
-def _recipe(fasta: Path, weights: dict[str, str], tile: int, folder: str) -> Recipe:
+def _recipe(fasta: Path, weights: dict[str, str], steps: int, folder: Path) -> Recipe:
     source = {"path": str(fasta.resolve()), "regions": [TRAINED_REGION]}
     return Recipe.model_validate(
         {
-            "run": {"out": f"{folder}/run", "threads": 1},
+            "run": {"out": str(folder / "run"), "threads": 1},
             "model": weights,
-            "data": {"sources": [source], "length": LENGTH, "cache": f"{folder}/cache"},
-            "train": {"steps": 1, "lr": 1e-3},
-            "memory": {"tile": tile},
+            "data": {"sources": [source], "length": TRAINED_LENGTH, "cache": str(folder / "cache")},
+            "train": {"steps": steps or 1, **TRAINING},
+            "memory": {"tile": TILE, "recompute": False},
         }
     )
 
@@ -161,7 +174,7 @@ def _record(title: str, probe: Probe, text: str) -> dict[str, Any]:
         ),
         "pass": all(map(math.isfinite, numbers)) and totals == [expected, expected],
         "detail": {
-            "subject": {**asdict(probe.subject), "weights": "drawn" if probe.subject.drawn else "shipped"},
+            "subject": asdict(probe.subject) | {"weights": title.partition(":")[0]},
             "loss_nats": found["loss_nats"],
             "data_skew": skew,
             "largest": found["experts"]["largest"],
@@ -176,7 +189,7 @@ def _pairs(layers: Any) -> list[int]:
     return [int(of.counts.sum()) for of in layers]
 
 
-def _rows(name: str, tile: int, probe: Probe) -> list[list[str]]:
+def _rows(name: str, probe: Probe) -> list[list[str]]:
     rows = []
     for layer in probe.experts()["layers"]:
         of = [layer[kind]["busiest_over_mean"] for kind in ("real", "random")]
@@ -186,7 +199,7 @@ def _rows(name: str, tile: int, probe: Probe) -> list[list[str]]:
             for n, key in ((singles, "step"), (str(RANKS), "step"), (str(RANKS), "largest_tile"))
             for each in of
         ]
-        rows.append([name, f"{tile:,}", str(layer["layer"]), *(f"{cell:.2f}" for cell in cells)])
+        rows.append([name, str(layer["layer"]), *(f"{cell:.2f}" for cell in cells)])
     return rows
 
 

@@ -155,7 +155,7 @@ def _skew(skew: Mapping[str, Any]) -> Iterator[str]:
         f"{rounds['random']['median']:g} and {rounds['random']['most']} on random ones"
     )
     bound = f"parallel.receive ({rounds['receive']:,} rows)"
-    if ratio > 1:
+    if ratio >= 1.005:
         yield (
             f"Without bounded rounds, buffers planned on random tokens would be {number(ratio, 2)} times too small. "
             f"{bound} bounds them, at the price of more rounds per tile and layer: {counted}."

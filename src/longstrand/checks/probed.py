@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -91,11 +92,7 @@ class Probe:
                 "the weights are drawn: a router that nothing has trained says little about the one that training "
                 "leaves; probe a trained checkpoint (model.path, or a run's own recipe)"
             )
-        if self.has_experts and (layers := self._collapsed()):
-            found.append(
-                f"the router of layer {', '.join(map(str, layers))} sends (nearly) all tokens to the same experts: it "
-                "has collapsed, and its load is a fault of the weights rather than of the data"
-            )
+        found += self._of_routers()
         if longest < subject.tile:
             found.append(
                 f"the longest sequence has {longest:,} tokens, fewer than one tile of {subject.tile:,}: a whole tile "
@@ -173,9 +170,22 @@ class Probe:
             "rounds_per_tile": rounds,
         }
 
-    def _collapsed(self) -> list[int]:
-        loads = self.real.loads
-        return [layer for layer, found in sorted(loads.layers.items()) if found.collapsed(loads.num_active)]
+    def _of_routers(self) -> Iterator[str]:
+        """What is a fault of the weights rather than of the data."""
+        active, layers = self.real.loads.num_active, sorted(self.real.loads.layers.items())
+        if collapsed := [str(layer) for layer, of in layers if of.collapsed(active)]:
+            yield (
+                f"the router of layer {', '.join(collapsed)} sends (nearly) all tokens to the same experts: it has "
+                "collapsed, and its load is a fault of the weights rather than of the data"
+            )
+        fixed = [
+            str(layer) for layer, of in layers if of.always_chosen(active) and str(layer) not in collapsed
+        ]
+        if fixed:
+            yield (
+                f"in layer {', '.join(fixed)} one expert is chosen by (nearly) every token: no data can load it more "
+                "or less; balance the router in training (train.balance)"
+            )
 
 
 def _largest(layers: list[dict[str, Any]], name: str) -> dict[str, Any]:

@@ -14,7 +14,8 @@ from torch import Tensor
 from longstrand.parallel.dispatch import plan_rounds
 
 COLLAPSED = 0.99
-"""A layer whose busiest experts, as many as a token has, take this share of all has a router that chooses nothing."""
+"""Where the busiest experts, as many as a token has, take this share of all, the router chooses nothing; where a single
+one is among the experts of this share of the tokens, it takes one choice of them away."""
 
 
 @dataclass
@@ -39,6 +40,12 @@ class LayerLoads:
         """Whether (nearly) all tokens go to the same experts, although there are others."""
         busiest = np.sort(self.counts)[::-1][:num_active].sum()
         return num_active < len(self.counts) and busiest > COLLAPSED * self.counts.sum()
+
+    def always_chosen(self, num_active: int) -> bool:
+        """Whether one expert is chosen by (nearly) every token, although there are others."""
+        return (
+            num_active < len(self.counts) and self.counts.max() * num_active > COLLAPSED * self.counts.sum()
+        )
 
     def as_dict(self) -> dict[str, Any]:
         ranks = {
