@@ -152,7 +152,7 @@ def _recipe(fasta: Path, weights: dict[str, str], steps: int, folder: Path) -> R
             "run": {"out": str(folder / "run"), "threads": 1},
             "model": weights,
             "data": {"sources": [source], "length": TRAINED_LENGTH, "cache": str(folder / "cache")},
-            "train": {"steps": steps or 1, **TRAINING},
+            "train": {"steps": steps or 30, **TRAINING},
             "memory": {"tile": TILE, "recompute": False},
         }
     )
