@@ -186,7 +186,7 @@ def collapse(given):
 def test_a_collapsed_router_is_named_and_a_healthy_one_is_not():
     packs = [Pack.from_documents(documents((70,)))]
     collapsed = probed(collapse(model("KDK")), packs, 16)
-    assert any("router of layer 1, 2 sends (nearly) all" in line for line in collapsed.warnings())
+    assert any("router of layers 1, 2 sends (nearly) all" in line for line in collapsed.warnings())
     assert collapsed.real.loads.data_skew(6) == 3.0  # 6 experts, 2 of them busy
     assert probed(model("KDK"), packs, 16).warnings() == []
 
@@ -270,6 +270,11 @@ def test_a_text_tokenizer_is_drawn_from_as_far_as_the_model_knows_it(tmp_path):
     recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update=update)})
     letters = Letters.of(recipe, open_data(recipe.data), architecture(), None)
     assert letters.ids.tolist() == list(range(7))
+    found = probe(recipe, Asked(sequences=1, expert_ranks=1)).as_dict()
+    assert (
+        found["subject"]["lengths"] == [18]
+        and found["subject"]["letters"] == "the 8 tokens of tokenizer.json"
+    )
 
 
 @pytest.fixture

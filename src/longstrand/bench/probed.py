@@ -142,7 +142,7 @@ def _probe(fasta: Path, weights: dict[str, str], steps: int) -> tuple[Probe, str
         whole = recipe.model_copy(update={"data": recipe.data.model_copy(update={"length": LENGTH})})
         with redirect_stdout(StringIO()) as text:
             found = run_probe(whole, Asked(SEQUENCES, None, RANKS))
-        return found, text.getvalue().replace(f"{folder}/", "")
+        return found, text.getvalue()
 
 
 def _recipe(fasta: Path, weights: dict[str, str], steps: int, folder: Path) -> Recipe:
@@ -180,7 +180,7 @@ def _record(title: str, probe: Probe, text: str) -> dict[str, Any]:
             "largest": found["experts"]["largest"],
             "pools": pools,
             "warnings": found["warnings"],
-            "text": text.splitlines(),
+            "text": text.splitlines()[3:],  # without where the weights were
         },
     }
 

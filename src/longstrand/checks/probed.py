@@ -173,19 +173,22 @@ class Probe:
     def _of_routers(self) -> Iterator[str]:
         """What is a fault of the weights rather than of the data."""
         active, layers = self.real.loads.num_active, sorted(self.real.loads.layers.items())
-        if collapsed := [str(layer) for layer, of in layers if of.collapsed(active)]:
+        collapsed = [layer for layer, of in layers if of.collapsed(active)]
+        fixed = [layer for layer, of in layers if of.always_chosen(active) and layer not in collapsed]
+        if collapsed:
             yield (
-                f"the router of layer {', '.join(collapsed)} sends (nearly) all tokens to the same experts: it has "
-                "collapsed, and its load is a fault of the weights rather than of the data"
+                f"the router of {_layers(collapsed)} sends (nearly) all tokens to the same experts: it has collapsed, "
+                "and its load is a fault of the weights rather than of the data"
             )
-        fixed = [
-            str(layer) for layer, of in layers if of.always_chosen(active) and str(layer) not in collapsed
-        ]
         if fixed:
             yield (
-                f"in layer {', '.join(fixed)} one expert is chosen by (nearly) every token: no data can load it more "
-                "or less; balance the router in training (train.balance)"
+                f"in {_layers(fixed)} one expert is chosen by (nearly) every token: no data can load it more or less; "
+                "balance the router in training (train.balance)"
             )
+
+
+def _layers(which: list[int]) -> str:
+    return f"layer{'s' * (len(which) > 1)} {', '.join(map(str, which))}"
 
 
 def _largest(layers: list[dict[str, Any]], name: str) -> dict[str, Any]:
