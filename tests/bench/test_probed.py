@@ -38,6 +38,6 @@ def test_a_count_that_is_wrong_falls_short(monkeypatch):
 
 
 def test_a_record_needs_as_many_random_tokens_as_real_ones(found):
-    assert probed._record("name", found, "")["pass"]
+    assert probed._record("name", found, "at /home\nLoss: 1")["pass"]
     found.random.loads.layers[1].counts[0] -= 1
-    assert not probed._record("name", found, "")["pass"]
+    assert not probed._record("name", found, "at /home\nLoss: 1")["pass"]

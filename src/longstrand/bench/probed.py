@@ -180,7 +180,9 @@ def _record(title: str, probe: Probe, text: str) -> dict[str, Any]:
             "largest": found["experts"]["largest"],
             "pools": pools,
             "warnings": found["warnings"],
-            "text": text.splitlines()[3:],  # without where the weights were
+            "text": text[
+                text.index("Loss:") :
+            ].splitlines(),  # what stands before it names folders of this machine
         },
     }
 

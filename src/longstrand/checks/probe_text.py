@@ -40,11 +40,12 @@ def _say(console: Console, text: str, style: str | None = None) -> None:
 
 def _subject(probe: Probe, found: Mapping[str, Any]) -> Iterator[str]:
     subject, loss = probe.subject, found["loss_nats"]
+    number_of, several = len(subject.lengths), "s" * (len(subject.lengths) > 1)
     lengths = " and ".join(f"{length:,}" for length in dict.fromkeys(sorted(subject.lengths, reverse=True)))
     cut = "" if subject.cut is None else f", cut to {subject.cut:,} at the most (--tokens)"
     yield (
         f"{subject.model}, {subject.parameters:,} parameters in {subject.dtype}; weights {subject.weights}. "
-        f"{len(subject.lengths)} real sequences of {lengths} tokens{cut}, and as many of tokens drawn uniformly from "
+        f"{number_of} real sequence{several} of {lengths} tokens{cut}, and as many of tokens drawn uniformly from "
         f"{subject.letters} (seed {subject.seed}); tiles of {subject.tile:,}."
     )
     shown = ["no target" if loss[kind] is None else number(loss[kind], 3) for kind in _KINDS[:2]]
