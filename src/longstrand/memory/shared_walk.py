@@ -156,7 +156,7 @@ class SharedWalk(Walk):
                     if kept:
                         self.borders[index].push(layer.keep(carry))
                     y, carry = passage.forward_tile(tile, x, carry, rows, choose=True)
-                self._pass_on(index, tile, y, put)
+                self._pass_on(index, tile, y, rows, put)
                 del y  # else it lives through the next tile
         if kept and not keeps_graphs:
             passage.rest()
