@@ -156,7 +156,8 @@ class SharedWalk(Walk):
                     if kept:
                         self.borders[index].push(layer.keep(carry))
                     y, carry = passage.forward_tile(tile, x, carry, rows, choose=True)
-                self._pass_on(index, tile, y, put)
+                self._pass_on(index, tile, y, rows, put)
+                del y  # else it lives through the next tile
         if kept and not keeps_graphs:
             passage.rest()
         self._idle_forward(index, kept=kept)
@@ -214,6 +215,7 @@ class SharedWalk(Walk):
                     rows = rows_of(choices, tile)
                     y, carry = passage.forward_tile(tile, read(tile), carry, rows, choose=False)
                     above.write(tile, y)
+                    del y
             self._idle_forward(below, choose=False)
             layer.free_weights()
             self.inputs[below + 1] = stream = above
@@ -271,6 +273,8 @@ class _LayerBack:
                     assert self.middle is not None
                     dx, *self.parts[tile.index] = [_taken(leaf) for leaf in graph.front.leaves]
                     self.middle.write(tile, dx)
+                    del dx
+                del graph  # else its front lives through the next tile
 
     def to_the_input(self, hand_down: Callable[[Tile, Tensor], None]) -> None:
         """Every tile from the leaves of its front to its input."""
@@ -280,6 +284,7 @@ class _LayerBack:
                 front = self.fronts.pop(tile.index) if self.keeps == "graphs" else self._front(tile)
                 dx, d_carry = front.through(d_carry)
                 hand_down(tile, dx)
+                del front, dx  # else they live through the next tile
             self.passage.entered(segment.number, d_carry)
         if self.own_stream is not None:
             self.own_stream.free()

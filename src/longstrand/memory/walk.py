@@ -114,15 +114,20 @@ class Walk:
                 if index in self.borders:
                     self.borders[index].push(layer.keep(carry))
                 y, carry = layer.forward_tile(x, tile, carry, rows, side, choose=True)
-            self._pass_on(index, tile, y, put)
+            self._pass_on(index, tile, y, rows, put)
+            del y  # else it lives through the next tile
         self._idle_forward(index, kept=kept)
         if self.carries is not None:
             self.carries.append(carry)
         layer.free_weights()
 
-    def _pass_on(self, index: int, tile: Tile, y: Tensor, put: Callable[[Tile, Tensor], None]) -> None:
+    def _pass_on(
+        self, index: int, tile: Tile, y: Tensor, rows: Choices, put: Callable[[Tile, Tensor], None]
+    ) -> None:
         if self.side.watch is not None:
             self.side.watch.output(index, tile, y)
+        if self.side.choice_watch is not None:
+            self.side.choice_watch.chosen(index, tile, rows)
         put(tile, y)
 
     def _new_choices(self, index: int) -> Choices:
@@ -180,6 +185,7 @@ class Walk:
         for tile in self.layout.tiles_back(self.levers.tile):
             dx, d_carry = next(graphs).back(above(tile), d_carry)
             self._hand_down(index, stream, tile, dx)
+            del dx  # else it lives through the next tile
         self.layers[index].reduce_gradients()
         self.layers[index].free_weights()
         return stream
@@ -230,6 +236,7 @@ class Walk:
                 x, rows = self._read(stream, tile), rows_of(choices, tile)
                 y, carry = layer.forward_tile(x, tile, carry, rows, self.side, choose=False)
                 above.write(tile, y)
+                del y
             self._idle_forward(below, choose=False)
             layer.free_weights()
             self.inputs[below + 1] = stream = above

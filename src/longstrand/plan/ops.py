@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from longstrand.architecture import Architecture
 from longstrand.plan.job import Job
-from longstrand.plan.tape import Tape, Value
+from longstrand.plan.parameters import GROUPS
+from longstrand.plan.tape import Learns, Tape, Value
 
 CHUNK = 16  # tokens of a chunk of KDA
 GATHER_BYTES = 4 << 20  # latents gathered at once by plain sparse attention
@@ -27,29 +28,35 @@ class Settings:
         e: bytes of a value of the model's dtype.
         w: of one in float32 or wider.
         native: whether CPU kernels run.
-        trains: whether weights receive gradients.
-        with_grads: whether they hold gradients of earlier tiles or packs already.
+        groups: those that receive gradients.
     """
 
     shape: Architecture
     e: int
     w: int
     native: bool
-    trains: bool = True
-    with_grads: bool = True
+    groups: frozenset[str] = frozenset(GROUPS)
 
     @classmethod
     def of(cls, job: Job) -> Settings:
-        return cls(job.shape, job.itemsize, job.wide, job.form == "native" and job.itemsize < 8)
+        groups = frozenset(group for group in GROUPS if job.trains_group(group))
+        return cls(job.shape, job.itemsize, job.wide, job.form == "native" and job.itemsize < 8, groups)
 
     @property
     def narrow(self) -> bool:
         """Whether the model's dtype is narrower than float32."""
         return self.e < self.w
 
-    def weight_back(self, values: int) -> int:
-        """A weight's gradient from one operation, and the wide copy that is added up."""
-        return values * (self.e + (self.w if self.narrow else 0)) if self.trains else 0
+    def learns(self, group: str, *sizes: int) -> Learns:
+        """What gradients of weights take on an operation's way back: all of them, then one at a time as it is widened.
+
+        Args:
+            sizes: values of each weight.
+        """
+        if group not in self.groups:
+            return Learns()
+        made = sum(sizes) * self.e
+        return Learns(made, made + max(sizes) * self.w * self.narrow)
 
 
 class Ops:
@@ -59,14 +66,10 @@ class Ops:
         self.tape, self.s, self.t = tape, settings, tokens
         self.shape, self.e, self.w = settings.shape, settings.e, settings.w
 
-    def linear(self, x: Value, inputs: int, outputs: int, *, weight: int = 0, kept: int = 0) -> Value:
-        """y = x W^T.
-
-        Args:
-            kept: bytes of a weight that was put together for this product alone.
-        """
-        back = self.s.weight_back(inputs * outputs) + weight
-        (y,) = self.tape.op([x], [self.t * outputs * self.e], saves=[x], kept=kept, back=back)
+    def linear(self, x: Value, inputs: int, outputs: int, group: str) -> Value:
+        """y = x W^T; x is saved for the gradient of W alone."""
+        learns, saves = self.s.learns(group, inputs * outputs), [x] if group in self.s.groups else []
+        (y,) = self.tape.op([x], [self.t * outputs * self.e], saves=saves, learns=learns)
         return y
 
     def wide_of(self, x: Value, values: int) -> Value:
@@ -96,7 +99,7 @@ class Ops:
         fn = mixes * streams * width * self.w
         if self.s.native:
             kept = -(-t // 16) * 16 * (mixes + 1) * self.w
-            return self.tape.op([x], outputs, saves=[x], kept=kept, back=fn * self.s.trains)
+            return self.tape.op([x], outputs, saves=[x], kept=kept, back=fn * ("mhc" in self.s.groups))
         passes = 2 * self.shape.hc_sinkhorn_iters - 1
         kept = t * self.w * (1 + mixes + 2 * streams + 2 * streams**2 + passes * streams)
         small = t * self.w * (mixes + streams**2)
@@ -123,15 +126,19 @@ class Ops:
         (y,) = self.tape.op([both], [size], saves=[both], work=work, back=back)
         return y
 
-    def dense(self, x: Value, width: int, inner: int) -> Value:
+    def dense(self, x: Value, width: int, inner: int, group: str) -> Value:
         """Gate and up in one product of joined weights, the activation, down."""
-        joined = self.tape.value(2 * width * inner * self.e)
-        both = self.linear(x, width, 2 * inner)
-        if self.tape.graph:
-            self.tape.save(joined)
+        size, trains = 2 * width * inner, group in self.s.groups
+        # The joined gradient is cut into views, each of which is widened.
+        widened = size * (self.e + self.w * self.s.narrow) * trains
+        (joined,) = self.tape.op([], [size * self.e], learns=Learns(0, widened))
+        joined.grad_bytes *= trains
+        (both,) = self.tape.op(
+            [x, joined], [self.t * 2 * inner * self.e], saves=[joined, *([x] if trains else [])]
+        )
         self.tape.drop(joined)
         hidden = self.swiglu(both, inner)
-        out = self.linear(hidden, inner, width)
+        out = self.linear(hidden, inner, width, group)
         self.tape.drop(both, hidden)
         return out
 
@@ -147,21 +154,29 @@ class Ops:
         (y,) = self.tape.op([x], [size * self.e], kept=joined * 1 + size * self.w, work=work, back=back)
         return y
 
-    def kda(self, mixed: Value, g: Value, beta: Value) -> Value:
-        """The recurrence over a tile, from q, k, v side by side; the gradient of q, k, v is put together again."""
+    def kda(
+        self, mixed: Value, g: Value, beta: Value, *, summary: bool = False, state_only: bool = False
+    ) -> Value:
+        """The recurrence over a tile, from q, k, v side by side, whose gradient is put together again.
+
+        Args:
+            summary: over the state [A | B] with the values [0 | v]: twice the value width.
+            state_only: only the state has a gradient, whose way back is walked twice.
+        """
         heads, key, t = self.shape.linear_num_heads, self.shape.linear_head_dim, self.t
-        inner, chunks = heads * key, -(-t // CHUNK)
-        out = t * inner * self.w
+        inner, chunks, graph = heads * key, -(-t // CHUNK), self.tape.graph
+        joined = 2 * t * inner * self.e * summary
+        out = t * inner * self.w * (1 + summary)
+        inputs = [] if state_only else [mixed, g, beta]
         if self.s.native:
             padded = -(-key // 16) * 16
-            copies = 3 * t * inner * self.w * self.s.narrow
-            states = chunks * heads * (padded * padded + CHUNK * padded) * self.w
-            # dq, dk, dv wide, and the rows of each put together
-            back = 3 * t * inner * self.w
-            (y,) = self.tape.op(
-                [mixed, g, beta], [out], saves=[mixed, g, beta] if not self.s.narrow else [g, beta],
-                kept=copies + states, back=back,
-            )  # fmt: skip
+            copies = (3 + summary) * t * inner * self.w * self.s.narrow
+            states = chunks * heads * (padded * padded + CHUNK * padded) * self.w * graph
+            saves = [g, beta] if self.s.narrow else [mixed, g, beta]
+            # dq, dk and dv, wide; alone with the state's, all of them for a moment
+            back = t * (4 * inner + heads) * self.w if state_only else 3 * t * inner * self.w
+            kept = copies + states
+            (y,) = self.tape.op(inputs, [out], saves=saves, kept=kept, work=joined, back=back)
             return y
         per = self._chunked()
         (y,) = self.tape.op(
@@ -186,12 +201,18 @@ class Ops:
         rows = min(t, ROW_BLOCK)
         self.tape.at_once(chosen + rows * (POOL_BLOCK + selected) * (4 * self.w + 24))
 
-    def sparse_attention(self, q: Value) -> tuple[Value, Value]:
-        """Latent outputs and the mass of each selected pool."""
+    def sparse_attention(self, q: Value, *, gathered: bool) -> tuple[Value, Value]:
+        """Latent outputs and the mass of each selected pool.
+
+        Args:
+            gathered: pools are looked up first: ids of 4 bytes, over a mask, two copies of 8 and one of 4.
+        """
         shape, t = self.shape, self.t
         size = t * shape.num_attention_heads * shape.kv_lora_rank * self.e
         selected = shape.index_topk // shape.index_kpool
         mass = t * selected * self.w
+        looked_up = t * selected * 4 * gathered
+        self.tape.at_once(t * selected * 21 * gathered)
         work = back = 0
         if not self.s.native:
             tokens = (selected + 1) * shape.index_kpool
@@ -200,7 +221,7 @@ class Ops:
             scores = rows * shape.num_attention_heads * tokens * self.w
             work = rows * per_query + 3 * scores
             back = rows * per_query * (2 + self.w // self.e) + 5 * scores
-        out, masses = self.tape.op([q], [size, mass], saves=[q], kept=0, work=work, back=back)
+        out, masses = self.tape.op([q], [size, mass], saves=[q], kept=looked_up, work=work, back=back)
         masses.grad_bytes = 0
         return out, masses
 
@@ -209,18 +230,21 @@ class Ops:
         shape, t, e = self.shape, self.t, self.e
         active, width, inner = shape.num_experts_per_tok, shape.hidden_size, shape.moe_intermediate_size
         pairs = t * active
-        total = shape.n_routed_experts * 3 * width * inner
+        each = shape.n_routed_experts * width * inner
+        learns = self.s.learns("experts", 2 * each, each)
+        inputs, outputs = [x, weights], [t * width * e]
         if self.s.native:
-            kept = pairs * (width + 2 * inner + inner + width) * e + pairs * 8 * 1
-            back = pairs * (width + inner + 2 * inner) * e + self.s.weight_back(total)
+            kept = pairs * (2 * width + 3 * inner) * e + pairs * 8
+            back = pairs * (width + 3 * inner) * e
             (y,) = self.tape.op(
-                [x, weights], [t * width * e], saves=[weights], kept=kept, work=pairs * 8, back=back
+                inputs, outputs, saves=[weights], kept=kept, work=pairs * 8, back=back, learns=learns
             )
             return y
-        kept = pairs * (width + 2 * inner + inner + 2 * width) * e + pairs * 16
-        back = pairs * (2 * width + 3 * inner) * e + self.s.weight_back(total)
-        work = pairs * (2 * width) * e
-        (y,) = self.tape.op([x, weights], [t * width * e], saves=[weights], kept=kept, work=work, back=back)
+        kept = pairs * (3 * width + 3 * inner) * e + pairs * 16
+        back = pairs * (2 * width + 3 * inner) * e
+        (y,) = self.tape.op(
+            inputs, outputs, saves=[weights], kept=kept, work=2 * pairs * width * e, back=back, learns=learns
+        )
         return y
 
     def logprobs(self, hidden: Value) -> Value:
@@ -229,9 +253,9 @@ class Ops:
         rows, words, width = min(t, TOKEN_BLOCK), min(shape.vocab_size, VOCABULARY_BLOCK), shape.hidden_size
         logits = rows * words
         work = logits * (self.w * 2 + self.e * self.s.narrow) + t * self.w
-        d_weight = (
-            shape.vocab_size * width * self.w + words * width * (self.e + self.w * self.s.narrow)
-        ) * self.s.trains
+        d_weight = (shape.vocab_size * width * self.w + words * width * (self.e + self.w * self.s.narrow)) * (
+            "head" in self.s.groups
+        )
         back = d_weight + logits * (self.w + self.e * self.s.narrow) + rows * width * (self.w + self.e)
         (y,) = self.tape.op([hidden], [t * self.w], saves=[hidden], kept=t * self.w, work=work, back=back)
         return y

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 
 class Block:
@@ -33,12 +34,28 @@ class Value:
     grad: Block | None = None
 
 
+class Learns(NamedTuple):
+    """The gradients of an operation's weights, in bytes.
+
+    Attributes:
+        made: all of them, as the operation makes them.
+        widened: most that lives while they are widened, when the gradients that came are gone.
+    """
+
+    made: int = 0
+    widened: int = 0
+
+
+NOTHING = Learns()
+
+
 @dataclass(frozen=True)
 class _Node:
     inputs: tuple[Value, ...]
     outputs: tuple[Value, ...]
     saved: tuple[Block, ...]
     back: int
+    after: int
     shares: bool
 
 
@@ -64,6 +81,7 @@ class Tape:
         kept: int = 0,
         work: int = 0,
         back: int = 0,
+        learns: Learns = NOTHING,
         shares: bool = False,
     ) -> list[Value]:
         """One operation.
@@ -73,8 +91,8 @@ class Tape:
             saves: inputs that the graph keeps.
             kept: bytes made for the way back alone, or, without a graph, made and dropped.
             work: most that lives during the operation beside inputs, outputs and `kept`.
-            back: most that lives on its way back beside what was saved and the gradients that come and go, with those
-                of its weights, which are added up at once.
+            back: most that lives on its way back beside what was saved and the gradients that come and go.
+            learns: what the gradients of its weights take.
             shares: the gradient of the output is handed on to the inputs as it is.
         """
         made = [self.value(num_bytes) for num_bytes in outputs]
@@ -86,7 +104,9 @@ class Tape:
         blocks = [each.block for each in saves]
         for block in blocks:
             block.holders += 1
-        self.nodes.append(_Node(tuple(inputs), tuple(made), (held, *blocks), back, shares))
+        self.nodes.append(
+            _Node(tuple(inputs), tuple(made), (held, *blocks), back + learns.made, learns.widened, shares)
+        )
         return made
 
     def save(self, *values: Value) -> None:
@@ -96,7 +116,7 @@ class Tape:
             for value in values:
                 value.block.holders += 1
             saved = (*node.saved, *(value.block for value in values))
-            self.nodes.append(_Node(node.inputs, node.outputs, saved, node.back, node.shares))
+            self.nodes.append(_Node(node.inputs, node.outputs, saved, node.back, node.after, node.shares))
 
     def value(self, num_bytes: int, *, grad_bytes: int | None = None) -> Value:
         """A tensor that the code holds."""
@@ -117,7 +137,7 @@ class Tape:
             self.drop_block(value.block)
 
     def give(self, value: Value, num_bytes: int | None = None) -> None:
-        """A gradient arrives from outside; a new buffer unless `num_bytes` is 0."""
+        """A gradient arrives from outside; `num_bytes` of a new buffer, 0 of one that is counted elsewhere."""
         value.grad = self.new(value.grad_bytes if num_bytes is None else num_bytes)
 
     def walk_back(self, mark: int = 0) -> None:
@@ -127,12 +147,14 @@ class Tape:
             arrived = [value for value in node.outputs if value.grad is not None]
             if arrived:
                 leaving = self._leaving(node, arrived[0])
+            for value in arrived:
+                self.take(value)
+            if arrived:
+                self.at_once(node.after)
             for block in node.saved:
                 self.drop_block(block)
             if not arrived:
                 continue
-            for value in arrived:
-                self.take(value)
             for value, grad in zip(node.inputs, leaving, strict=True):
                 if value.grad is None:
                     value.grad = grad
