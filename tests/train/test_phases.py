@@ -69,7 +69,7 @@ def test_every_phase_is_timed_and_the_phases_of_a_step_make_the_step(run):
     for key in ("seconds", "cpu_seconds"):
         parts = sum(phases[name][key] for name in ("forward", "backward", "optimizer"))
         steps = sum(line[key] for line in lines)
-        assert 0.5 * steps < parts <= steps
+        assert 0.2 * steps < parts <= steps
     # What a step does after its optimizer is of no phase, and little.
     assert max(phase["resident_bytes"] for phase in phases.values()) + MIB >= max(
         line["peak_memory_bytes"] for line in lines

@@ -71,11 +71,14 @@ class Phases:
         self._read()
         self._began, self._used = time.perf_counter(), time.process_time()
 
-    def begin_step(self) -> None:
-        """A step begins: what lives now is the phase "start"."""
-        self.begin()
+    def begin_step(self) -> tuple[float, float]:
+        """A step begins: what lives now is the phase "start"; returns the clock and this process's CPU time."""
+        self._read()
+        self._largest = 0
         resident, counted = self._read()
         self._add("start", Phase(resident, counted, 0.0, 0.0, 1))
+        self._began, self._used = time.perf_counter(), time.process_time()
+        return self._began, self._used
 
     def end(self, name: str) -> None:
         """The phase `name` ends, and the next one begins."""

@@ -23,9 +23,7 @@ class StepTimer:
 
     def start(self) -> None:
         """Begins a step; what was held since the last one is forgotten."""
-        self._phases.take()
-        self._phases.begin_step()
-        self._started, self._used = time.perf_counter(), time.process_time()
+        self._started, self._used = self._phases.begin_step()
 
     def record(self, step: int, result: StepResult) -> dict[str, Any]:
         """The line of metrics.jsonl of the step that ends now."""
