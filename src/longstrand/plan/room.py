@@ -11,7 +11,7 @@ from longstrand.plan.job import Job
 from longstrand.plan.memory import plan_memory
 from longstrand.plan.terms import Memory, Place, Term, total
 
-PROCESS_BYTES = {"cpu": 240 * 2**20, "gpu": 3 * GIB}
+PROCESS_BYTES = {"cpu": 208 * 2**20, "gpu": 3 * GIB}
 """Host memory of one process before it holds a tensor: Python, torch, and on a GPU CUDA's and NCCL's."""
 
 _PROCESS_EVIDENCE = {
@@ -29,6 +29,7 @@ class Room:
         host_bytes: memory of one host; None: not known, and not judged.
         file_bytes: free disk space of one host for spools; None: not known, and not judged.
         optimizer: where it may be; auto: on the host where the device has no room.
+        fitted: factors of terms of seconds, from finished runs.
     """
 
     device: Device
@@ -36,6 +37,7 @@ class Room:
     host_bytes: int | None = None
     file_bytes: int | None = None
     optimizer: Literal["auto", "device", "host"] = "auto"
+    fitted: tuple[tuple[str, float], ...] = ()
 
     @property
     def is_cpu(self) -> bool:

@@ -147,9 +147,7 @@ def levers_for(base: Job, room: Room) -> tuple[Lever, ...]:
     offload = ("none", "disk") if room.is_cpu else ("none", "host", "disk")
     levers.append(Lever("memory.offload", offload, offload[1:], _memory_setter("offload")))
     if room.optimizer == "auto" and not room.is_cpu:
-        levers.append(
-            Lever("memory.optimizer", ("device", "host"), ("host",), _memory_setter("optimizer"))
-        )
+        levers.append(Lever("memory.optimizer", ("device", "host"), ("host",), _memory_setter("optimizer")))
     contexts = _context_sizes(base)
     levers.append(Lever("parallel.context", contexts, contexts[-1:], _with_context))
     near, sizes = base.parallel.expert, _expert_sizes(base)
@@ -177,7 +175,7 @@ def reach(job: Job, room: Room, levers: tuple[Lever, ...]) -> Job:
 @lru_cache(maxsize=512)
 def seconds_of(job: Job, room: Room) -> Seconds:
     """As `plan_seconds`, once per job."""
-    return plan_seconds(job, room.device)
+    return plan_seconds(job, room.device, dict(room.fitted) or None)
 
 
 def _only_needed(job: Job, room: Room, levers: tuple[Lever, ...]) -> Job:
@@ -228,7 +226,8 @@ def _tile(base: Job) -> Lever:
     """Off, then by distance from it: large tiles have large transients, small ones many carries."""
     off, most = base.memory.tile, _power_up(-(-base.length // base.parallel.context))
     others = sorted(
-        (size for size in TILES if size != off and size <= most), key=lambda size: (max(size / off, off / size), size)
+        (size for size in TILES if size != off and size <= most),
+        key=lambda size: (max(size / off, off / size), size),
     )
     return Lever("memory.tile", (off, *others), tuple(others), _memory_setter("tile"))
 

@@ -54,7 +54,9 @@ def find_shape(name_or_config: str) -> FoundShape:
     path = Path(name_or_config).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise UserError(f"--model {path}: a folder without config.json; give a folder of weights, or a config")
+            raise UserError(
+                f"--model {path}: a folder without config.json; give a folder of weights, or a config"
+            )
         return FoundShape(str(path), _read(path / "config.json"), str(path), name_or_config, is_folder=True)
     if path.is_file():
         return FoundShape(str(path), _read(path), str(path), name_or_config)
@@ -88,7 +90,9 @@ def _read(path: Path) -> Architecture:
     try:
         values = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}: not valid JSON ({str(error).splitlines()[0]}); give a config.json") from None
+        raise UserError(
+            f"{path}: not valid JSON ({str(error).splitlines()[0]}); give a config.json"
+        ) from None
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); check the path") from None
     if not isinstance(values, dict):

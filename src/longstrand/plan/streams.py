@@ -34,7 +34,9 @@ def streams_at_once(num_layers: int, first: int, keep_every: int) -> int:
 
 def first_trained_layer(job: Job) -> int:
     """The lowest layer at which the walk back ends: 0 where the embedding learns, their number where none does."""
-    return _first_trained(replace(job, length=1, sequences_per_step=1, memory=MemorySection(), parallel=ParallelSection()))
+    return _first_trained(
+        replace(job, length=1, sequences_per_step=1, memory=MemorySection(), parallel=ParallelSection())
+    )
 
 
 @lru_cache(maxsize=64)

@@ -29,7 +29,7 @@ from longstrand.state import checkpoint_bytes, require_space
 from longstrand.train.dry_run import check_layout
 from longstrand.train.evaluation import evaluate_once, evaluation_packs
 from longstrand.train.fit import require_effect, require_vocabulary
-from longstrand.train.levers import check_levers, check_spool, clean_spool
+from longstrand.train.levers import check_levers, check_machine, check_spool, clean_spool
 from longstrand.train.metrics import Metrics, open_sinks
 from longstrand.train.optimizer import Optimizer, freeze_all_but, trained_names
 from longstrand.train.progress import Progress, logged_to
@@ -181,6 +181,7 @@ def spread(recipe: Recipe, prepared: Prepared, mesh: Mesh) -> Training:
             segments=sizes.segments_per_rank,
             receive=sizes.receive_rows(recipe.memory.tile),
         )
+    check_machine(recipe, model)
     check_spool(recipe, model)
     optimizer = _optimizer(recipe, model, prepared.trained)
     training = Training(model, optimizer, prepared.data, prepared.loader)
