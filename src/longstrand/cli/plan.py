@@ -3,27 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Literal, NoReturn
+from typing import Annotated, NoReturn
 
 import typer
 
-from longstrand.config import GROUPS, Recipe, load_recipe, parse_length
+from longstrand.cli.plan_asked import Asked, Values, of_model, of_recipe, tokens_of
+from longstrand.config import GROUPS
 from longstrand.errors import CheckFailed, UserError
-from longstrand.plan.devices import GIB, find_device
-from longstrand.plan.host import file_shortages, free_bytes, host_needs, shortages, this_machine
+from longstrand.plan.host import file_shortages, host_needs, shortages, this_machine
 from longstrand.plan.inverse import doubling_lengths, fewest_devices, longest_sequence, sweep
-from longstrand.plan.job import Form, Job
-from longstrand.plan.room import Room
 from longstrand.plan.search import Plan, as_it_stands, search
-from longstrand.plan.shapes import FoundShape, find_shape
 from longstrand.plan.summary import as_dict, what_is_missing
 from longstrand.wording import count
-
-_DTYPES = {"gpu": "bfloat16", "cpu": "float32"}
 
 
 def plan(  # noqa: PLR0913 (the options of a command)
@@ -47,6 +40,9 @@ def plan(  # noqa: PLR0913 (the options of a command)
     sequences: Annotated[int, typer.Option(min=1, help="Sequences per step, over all devices.")] = 1,
     host_memory: Annotated[
         float | None, typer.Option(min=0, help="GiB (2^30 bytes) of one host; on this CPU: of this machine.")
+    ] = None,
+    host_disk: Annotated[
+        float | None, typer.Option(min=0, help="GiB of disk that spools of one host may take.")
     ] = None,
     this_host: Annotated[
         bool, typer.Option("--this-host", help="Judge this machine's memory, limits and disks too.")
@@ -85,12 +81,13 @@ def plan(  # noqa: PLR0913 (the options of a command)
         return
     if more:
         raise UserError(f"plan {recipe} {more[0]}: one recipe at a time; several runs belong to --calibrate")
-    values = _Values(
+    values = Values(
         device,
         devices,
         length,
         sequences,
         host_memory,
+        host_disk,
         this_host,
         data_skew,
         dtype,
@@ -99,9 +96,9 @@ def plan(  # noqa: PLR0913 (the options of a command)
         calibrated,
     )
     asked = (
-        _of_recipe(recipe, overrides, values, model)
+        of_recipe(recipe, overrides, values, model)
         if recipe
-        else _of_model(model, overrides, values, fit, lengths)
+        else of_model(model, overrides, values, fit, lengths)
     )
     _require_one(fit, lengths, picture, write)
     output = _Output(picture, write, as_json)
@@ -114,120 +111,10 @@ def plan(  # noqa: PLR0913 (the options of a command)
 
 
 @dataclass(frozen=True)
-class _Values:
-    """The options as given."""
-
-    device: str
-    devices: int | None
-    length: str | None
-    sequences: int
-    host_memory: float | None
-    this_host: bool
-    data_skew: float
-    dtype: str | None
-    trainable: str
-    optimizer: str
-    calibrated: Path | None
-
-
-@dataclass(frozen=True)
-class _Asked:
-    """What is to be planned.
-
-    Attributes:
-        recipe: with its settings; None: of a model alone.
-        here: whether this machine will run it, and is looked at.
-    """
-
-    job: Job
-    room: Room
-    found: FoundShape
-    recipe: Recipe | None
-    here: bool
-
-
-@dataclass(frozen=True)
 class _Output:
     picture: Path | None
     write: Path | None
     as_json: bool
-
-
-def _of_recipe(name: str, overrides: list[str] | None, values: _Values, model: str | None) -> _Asked:
-    for option, given, key in (
-        ("--model", model, "model.config"),
-        ("--length", values.length, "data.length"),
-        ("--dtype", values.dtype, "run.dtype"),
-        ("--trainable", values.trainable != "all", "train.trainable"),
-        ("--sequences", values.sequences != 1, "train.sequences_per_step"),
-        ("--optimizer", values.optimizer != "auto", "memory.optimizer"),
-    ):
-        if given:
-            raise UserError(f"{option}: the recipe {name} says it; change it there with --set {key}=...")
-    recipe = load_recipe(name, overrides)
-    found = find_shape(str(recipe.model.path or recipe.model.config))
-    room = _room(values, recipe.parallel.world, Path(recipe.memory.spool or recipe.run.out))
-    form = _form(room, recipe.kernels.cpu, recipe.run.dtype)
-    job = Job.of(recipe, found.shape, form, values.data_skew)
-    return _Asked(job, room, found, recipe, room.is_cpu or values.this_host)
-
-
-def _of_model(
-    model: str | None, overrides: list[str] | None, values: _Values, fit: str | None, lengths: str | None
-) -> _Asked:
-    if model is None:
-        raise UserError(
-            "plan: needs a recipe, or --model with --device, --devices and --length; give one of them"
-        )
-    if overrides:
-        raise UserError(
-            f"--set {overrides[0]}: overrides a recipe, and none is given; give one, or use the options"
-        )
-    if values.length is None and fit != "length" and lengths is None:
-        raise UserError("--length: missing; give the tokens of a sequence, such as 1M, or --fit length")
-    found, room = find_shape(model), _room(values, 1, Path.cwd())
-    dtype = values.dtype or _DTYPES[room.device.kind]
-    if dtype not in ("float32", "bfloat16", "float64"):
-        raise UserError(f"--dtype {dtype}: must be float32, bfloat16 or float64")
-    job = Job(
-        shape=found.shape,
-        length=1024 if values.length is None else _tokens("--length", values.length),
-        sequences_per_step=values.sequences,
-        dtype=dtype,  # type: ignore[arg-type]
-        trainable=_groups(values.trainable),
-        form=_form(room, "auto", dtype),
-        data_skew=values.data_skew,
-        threads=max(1, (os.cpu_count() or 1) // room.num_devices) if room.is_cpu else 1,
-    )
-    return _Asked(job, room, found, None, values.this_host)
-
-
-def _room(values: _Values, world: int, spool: Path) -> Room:
-    device = find_device(values.device)
-    if values.optimizer not in ("auto", "device", "host"):
-        raise UserError(f"--optimizer {values.optimizer}: must be auto, device or host")
-    if device.kind == "cpu" and values.optimizer == "host":
-        raise UserError(
-            "--optimizer host: a CPU's memory is the host's, so that nothing would leave it; remove it"
-        )
-    here = values.this_host or device.kind == "cpu"
-    host = None if values.host_memory is None else int(values.host_memory * GIB)
-    return Room(
-        device=device,
-        num_devices=values.devices or world,
-        host_bytes=this_machine().memory_bytes if host is None and here else host,
-        file_bytes=free_bytes(spool) if here else None,
-        optimizer=values.optimizer,  # type: ignore[arg-type]
-        fitted=_factors(values.calibrated),
-    )
-
-
-def _factors(calibrated: Path | None) -> tuple[tuple[str, float], ...]:
-    if calibrated is None:
-        return ()
-    from longstrand.plan.calibrate import load_factors
-
-    return tuple(load_factors(calibrated).items())
 
 
 def _calibrate(runs: list[Path], write: Path | None) -> None:
@@ -246,7 +133,7 @@ def _calibrate(runs: list[Path], write: Path | None) -> None:
         typer.echo(f"{write}: written; use it with --calibrated {write}")
 
 
-def _plan(asked: _Asked, output: _Output) -> None:
+def _plan(asked: Asked, output: _Output) -> None:
     if asked.recipe is not None and asked.room.num_devices != asked.job.world:
         raise UserError(
             f"--devices {asked.room.num_devices}: the recipe is for parallel.data x parallel.context = "
@@ -264,7 +151,7 @@ def _plan(asked: _Asked, output: _Output) -> None:
     _fail(found)
 
 
-def _fit(asked: _Asked, what: str, output: _Output) -> None:
+def _fit(asked: Asked, what: str, output: _Output) -> None:
     if what == "length":
         longest = longest_sequence(asked.job, asked.room)
         if longest is None:
@@ -292,11 +179,11 @@ def _fit(asked: _Asked, what: str, output: _Output) -> None:
     _write(found, asked, output)
 
 
-def _sweep(asked: _Asked, text: str, output: _Output) -> None:
+def _sweep(asked: Asked, text: str, output: _Output) -> None:
     first, dots, last = text.partition("..")
     if not dots:
         raise UserError(f"--sweep {text}: must be two lengths, such as 16k..4M")
-    ends = (_tokens("--sweep", first), _tokens("--sweep", last))
+    ends = (tokens_of("--sweep", first), tokens_of("--sweep", last))
     plans = sweep(asked.job, asked.room, doubling_lengths(*ends))
     if output.as_json:
         typer.echo(json.dumps([as_dict(each) for each in plans], indent=1))
@@ -313,7 +200,7 @@ def _sweep(asked: _Asked, text: str, output: _Output) -> None:
         _fail(plans[0])
 
 
-def _show(found: Plan, asked: _Asked, output: _Output) -> None:
+def _show(found: Plan, asked: Asked, output: _Output) -> None:
     problems, needs, machine = [], None, this_machine()
     if asked.here and asked.recipe is not None:
         needs = host_needs(found.job, found.room, len(asked.recipe.data.sources))
@@ -344,7 +231,7 @@ def _say_what_would(better: Plan, output: _Output) -> None:
     typer.echo(f"It would fit with {' '.join(dict.fromkeys(sets))}", err=output.as_json)
 
 
-def _write(found: Plan, asked: _Asked, output: _Output) -> None:
+def _write(found: Plan, asked: Asked, output: _Output) -> None:
     if output.write is None:
         return
     from longstrand.cli.plan_recipe import write_plan
@@ -370,30 +257,3 @@ def _require_one(fit: str | None, lengths: str | None, picture: Path | None, wri
         raise UserError(f"--picture {picture}: must end in .svg or .png")
     if write is not None and lengths is not None:
         raise UserError(f"--write {write}: a sweep has many plans; ask for one length")
-
-
-def _groups(text: str) -> tuple[str, ...]:
-    names = tuple(name.strip() for name in text.split(","))
-    for name in names:
-        if name not in ("all", *GROUPS):
-            raise UserError(f"--trainable {name}: must be all, or groups among {', '.join(GROUPS)}")
-    if ("all" in names and len(names) > 1) or len(set(names)) < len(names):
-        raise UserError(f"--trainable {text}: must be all, or name groups once")
-    return names
-
-
-def _form(room: Room, asked: Literal["auto", "native", "portable"], dtype: str) -> Form:
-    """As a run would choose: compiled kernels on a CPU where there is a compiler and the dtype has them."""
-    if not room.is_cpu or asked == "portable" or dtype == "float64":
-        return "portable"
-    return "native" if asked == "native" or shutil.which("g++") else "portable"
-
-
-def _tokens(option: str, text: str) -> int:
-    try:
-        tokens = parse_length(text)
-    except ValueError as error:
-        raise UserError(f"{option} {text}: {error}") from None
-    if tokens < 2:
-        raise UserError(f"{option} {text}: must be at least 2 tokens")
-    return tokens

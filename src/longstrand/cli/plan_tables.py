@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -19,7 +20,6 @@ from longstrand.plan.summary import (
     reason,
     setting,
     terms_in,
-    what_is_missing,
 )
 from longstrand.plan.terms import Place, Term, total
 from longstrand.wording import count, duration, short_tokens
@@ -51,11 +51,17 @@ def headline(plan: Plan, model: str) -> str:
     """What was planned, on what."""
     job, room, mesh = plan.job, plan.room, plan.job.parallel
     hosts = f" on {room.num_hosts} hosts" if room.num_hosts > 1 else ""
+    made_for = job.shape.max_position_embeddings
+    beyond = (
+        f"\nBeyond the {short_tokens(made_for)} tokens that the model was made for."
+        if job.length > made_for
+        else ""
+    )
     return (
         f"{model}: {short_tokens(job.length)} tokens ({count(job.length)}), {count(job.sequences_per_step)} per step, "
         f"{job.dtype}, trained: {', '.join(job.trainable)}\n"
         f"{room.num_devices} x {room.device.name}{hosts}: data {mesh.data} x context {mesh.context}, "
-        f"expert {mesh.expert}"
+        f"expert {mesh.expert}{beyond}"
     )
 
 
@@ -66,7 +72,7 @@ def verdict(plan: Plan) -> str:
     used = f"{gib(plan.memory.device_bytes)}{f' of {gib(limit)}' if limit else ''} GiB per device"
     if plan.fits:
         return f"Fits: {used}; {duration(plan.seconds.total)} per step, {rate}."
-    return f"Does not fit: {what_is_missing(plan)}."
+    return f"Does not fit: {used}."
 
 
 def show_levers(plan: Plan, console: Console) -> None:
@@ -157,7 +163,13 @@ def _device_table(plan: Plan) -> Table:
 
 def _host_table(plan: Plan) -> Table:
     room = plan.room
-    table = _table(f"memory of a host: {room.ranks_per_host} ranks", "", "GiB", "known by", "how")
+    table = _table(
+        f"memory of a host: {room.ranks_per_host} rank{'s' * (room.ranks_per_host > 1)}",
+        "",
+        "GiB",
+        "known by",
+        "how",
+    )
     _add_terms(table, terms_in(plan, "host"))
     table.add_section()
     table.add_row("sum", gib(total(terms_in(plan, "host"))), "", "", style="bold")
@@ -196,7 +208,7 @@ def _limit_words(room: Room, place: Place) -> str:
     if place == "host" and room.host_bytes is None:
         return "not given (--host-memory), so not judged"
     if place == "device" and room.is_cpu and not room.device.memory_bytes:
-        return f"the host's memory over {room.ranks_per_host} processes, less what each takes empty"
+        return "the host's share, less what a process takes empty"
     return room.device.name if place == "device" else "one host"
 
 
@@ -206,7 +218,12 @@ def _tag(evidence: str) -> str:
 
 def _table(title: str, *columns: str) -> Table:
     table = Table(
-        title=title or None, title_justify="left", title_style="bold", min_width=WIDTH - 4, pad_edge=False
+        box=box.SIMPLE_HEAD,
+        title=title or None,
+        title_justify="left",
+        title_style="bold",
+        min_width=WIDTH - 4,
+        pad_edge=False,
     )
     for number, name in enumerate(columns):
         right = number > 0 and name in ("GiB", "s", "needed", "there is")

@@ -60,11 +60,12 @@ def find_shape(name_or_config: str) -> FoundShape:
         return FoundShape(str(path), _read(path / "config.json"), str(path), name_or_config, is_folder=True)
     if path.is_file():
         return FoundShape(str(path), _read(path), str(path), name_or_config)
-    near = get_close_matches(name_or_config.lower(), built_in_shapes(), n=1, cutoff=0.5)
+    text, names = name_or_config.lower(), built_in_shapes()
+    near = [name for name in names if text in name] or get_close_matches(text, names, n=1, cutoff=0.5)
     hint = f"did you mean {near[0]}? " if near else ""
     raise UserError(
-        f"--model {name_or_config}: no such shape or file; {hint}Built in are {', '.join(built_in_shapes())}; "
-        "otherwise give a config.json or its folder"
+        f"--model {name_or_config}: no such shape or file. {hint}Built in are {', '.join(names)}; otherwise give a "
+        "config.json or its folder"
     )
 
 

@@ -38,17 +38,14 @@ def reason(step: Step) -> str:
     if not step.over:
         return "asked for; it fits without"
     over = (f"{gib(num_bytes)} GiB too many on {PLACES[place]}" for place, num_bytes in step.over.items())
-    return ", ".join(over) + " without it"
+    return ", ".join(over) + " before it"
 
 
 def effect(step: Step) -> str:
-    """What a lever bought and moved: the two terms that fell most."""
-    fell = ", ".join(f"{name} -{gib(num_bytes)}" for name, num_bytes in step.bought[:2])
-    moved = ", ".join(
-        f"+{gib(num_bytes)} on {'the host' if place == 'host' else 'the ' + place}"
-        for place, num_bytes in step.moved.items()
-    )
-    return "; ".join(each for each in (fell, moved) if each) + " GiB per rank" if fell or moved else "nothing"
+    """What a lever bought and moved: the two terms that fell most, and the places that grew."""
+    fell = [f"{name} -{gib(num_bytes)}" for name, num_bytes in step.bought[:2]]
+    grown = [f"{place} +{gib(num_bytes)}" for place, num_bytes in step.moved.items()]
+    return f"GiB per rank: {', '.join(fell + grown)}" if fell or grown else "nothing"
 
 
 def setting(step: Step) -> str:
