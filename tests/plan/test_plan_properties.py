@@ -42,7 +42,12 @@ LEVERS = st.fixed_dictionaries(
 
 
 @settings(max_examples=40, deadline=None)
-@given(levers=LEVERS, tokens=st.integers(64, 2**20), more=st.integers(1, 2**20), context=st.sampled_from([1, 2, 4]))
+@given(
+    levers=LEVERS,
+    tokens=st.integers(64, 2**20),
+    more=st.integers(1, 2**20),
+    context=st.sampled_from([1, 2, 4]),
+)
 def test_a_longer_sequence_never_needs_less(levers, tokens, more, context):
     job = with_ranks(with_memory(toy_job(tokens), **levers), context=context)
     longer = replace(job, length=tokens + more)
@@ -74,7 +79,9 @@ def test_a_lever_never_raises_the_term_that_it_is_for(shape, length):
     for place in ("host", "disk"):
         moved = plan_memory(with_memory(job, offload=place))
         assert on_device(moved, "layer inputs") < on_device(plain, "layer inputs")
-        assert named(moved, "layer inputs") >= named(plain, "layer inputs")  # whole pages, and nothing is lost
+        assert named(moved, "layer inputs") >= named(
+            plain, "layer inputs"
+        )  # whole pages, and nothing is lost
     on_host = plan_memory(with_memory(job, optimizer="host"))
     assert on_device(on_host, "moments") == 0
     assert named(on_host, "moments") == named(plain, "moments") or not on_device(plain, "moments")
@@ -97,7 +104,9 @@ def test_a_smaller_tile_never_raises_what_is_not_kept_per_tile():
 @pytest.mark.parametrize("context", [2, 8])
 def test_more_context_ranks_never_need_more_for_layer_inputs(context):
     alone, shared = (plan_memory(with_ranks(Job(SLICE, 2**20), context=n)) for n in (1, context))
-    assert on_device(shared, "layer inputs") == pytest.approx(on_device(alone, "layer inputs") / context, rel=1e-3)
+    assert on_device(shared, "layer inputs") == pytest.approx(
+        on_device(alone, "layer inputs") / context, rel=1e-3
+    )
 
 
 # Known faults of planners.
@@ -125,7 +134,9 @@ def test_shared_experts_are_counted_once():
     layers = REAL.mlp_layer_types.count("sparse")
     assert shared == layers * REAL.n_shared_experts * 3 * REAL.hidden_size * REAL.moe_intermediate_size
     none = replace(REAL, n_shared_experts=2)
-    more = sum(w.num_values for w in Job(none, 1024).weights()) - sum(w.num_values for w in Job(REAL, 1024).weights())
+    more = sum(w.num_values for w in Job(none, 1024).weights()) - sum(
+        w.num_values for w in Job(REAL, 1024).weights()
+    )
     assert more == shared  # a second one costs as much as the first
 
 
@@ -138,7 +149,9 @@ def test_the_head_is_counted_and_a_tied_one_is_not():
 
 
 def test_frozen_weights_have_no_gradients_and_no_moments():
-    frozen, all_of_it = (plan_memory(Job(SLICE, 16384, trainable=groups)) for groups in (("norms",), ("all",)))
+    frozen, all_of_it = (
+        plan_memory(Job(SLICE, 16384, trainable=groups)) for groups in (("norms",), ("all",))
+    )
     weights = sum(w.num_bytes for w in Job(SLICE, 16384).weights())
     assert weights <= total(frozen.phases["start"]) < 1.02 * weights
     assert total(all_of_it.phases["start"]) > 4 * weights  # two moments of twice the bytes each

@@ -81,6 +81,7 @@ def plan(  # noqa: PLR0913 (the options of a command)
         return
     if more:
         raise UserError(f"plan {recipe} {more[0]}: one recipe at a time; several runs belong to --calibrate")
+    _require_one(fit, lengths, picture, write)
     values = Values(
         device,
         devices,
@@ -100,7 +101,6 @@ def plan(  # noqa: PLR0913 (the options of a command)
         if recipe
         else of_model(model, overrides, values, fit, lengths)
     )
-    _require_one(fit, lengths, picture, write)
     output = _Output(picture, write, as_json)
     if lengths is not None:
         _sweep(asked, lengths, output)
