@@ -113,9 +113,9 @@ def _dense() -> Iterator[Anchor]:
         dense,
         "GiB per GPU",
         None,
-        f"8 heads x T x T pairs of 16 bytes, one layer on its way back; {sparse:.1f} GiB with 2,051 keys each. Published: "
-        "114 GiB in all, and half of it with the sparse kernel. What is missing here are a mask, copies that are "
-        "not fused, and the index scores of the fallback, which the report does not list",
+        f"8 heads x T x T pairs of 16 bytes, one layer on its way back; {sparse:.1f} GiB with 2,051 keys each. "
+        "Published: 114 GiB in all, and half of it with the sparse kernel. Missing here: a mask, copies that are not "
+        "fused, and the fallback's index scores, which the report does not list",
     )
     rest = DENSE_GIB / 2
     for length, published in ((2**14, True), (2**15, False)):
@@ -136,16 +136,17 @@ def _their_layout() -> Iterator[Anchor]:
     values = own_values(million, layout)
     weights, gradients = values * million.itemsize / GIB, values * million.wide / GIB
     inputs = layer_input_bytes(million, layout.token_ranks) / GIB
-    yield Anchor(
-        "their memory at 1,048,576 tokens",
-        144.5,
-        weights + gradients,
-        "GiB per GPU",
-        None,
-        f"weights {weights:.1f} and float32 gradients {gradients:.1f}; the other {144.5 - weights - gradients:.0f} GiB are "
-        "transients of one layer over 65,536 tokens at once, which a tile bounds here, and are not ours to model; "
-        f"layer inputs ({inputs:.0f} GiB) are on the host",
-    )
+    for job, ranks, published in ((million, layout.token_ranks, 144.5), (quarter, layout.tensor, 98)):
+        rest = published - weights - gradients
+        yield Anchor(
+            f"their memory at {job.length:,} tokens, layer inputs on the host",
+            published,
+            weights + gradients,
+            "GiB per GPU",
+            None,
+            f"weights {weights:.1f}, float32 gradients {gradients:.1f}; the other {rest:.0f} GiB are transients of one "
+            f"layer over {job.length // ranks:,} tokens at once: not ours to model, a tile bounds them here",
+        )
     moved = (quarter.shape.num_hidden_layers - 1) * stream_bytes(quarter, layout.tensor) / GIB
     yield Anchor(
         "offload at 262,144 tokens: 142 to 98 GiB",
@@ -164,14 +165,15 @@ def _their_layout() -> Iterator[Anchor]:
         0.5,
         f"printed as 180 GB; as bytes it is {before / 1e9:.0f} GB",
     )
-    node = 8 * (layer_input_bytes(million, layout.token_ranks) + adam_bytes(million, layout))
+    adam = adam_bytes(million, layout) / GIB
+    node = 8 * (inputs + adam)
     yield Anchor(
         "host memory of 8 GPUs",
         1,
-        node / 1e12,
+        node * GIB / 1e12,
         "TB",
         None,
-        f"published: over 1 TB. Layer inputs {8 * inputs:.0f} GiB and Adam {8 * adam_bytes(million, layout) / GIB:.0f} GiB",
+        f"published: over 1 TB. Layer inputs {8 * inputs:.0f} GiB, Adam {8 * adam:.0f} GiB",
     )
 
 
