@@ -1,9 +1,9 @@
 """`longstrand plan`: its answers, exit codes, the recipe that it writes, and that it is fast without torch."""
 
 import json
+import resource
 import subprocess
 import sys
-import time
 from dataclasses import dataclass
 
 import pytest
@@ -270,11 +270,8 @@ def test_it_answers_within_two_seconds_without_torch(command, tmp_path):
         "try:\n    main()\nexcept SystemExit as ended:\n    assert not ended.code, ended.code\n"
         "assert 'torch' not in sys.modules"
     )
-    took = []
-    for _ in range(3):  # other work on the machine: the best of three
-        began = time.perf_counter()
-        subprocess.run([sys.executable, "-c", code, *command], cwd=tmp_path, check=True, capture_output=True)
-        took.append(time.perf_counter() - began)
-        if took[-1] < 2:
-            break
-    assert min(took) < 2
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run([sys.executable, "-c", code, *command], cwd=tmp_path, check=True, capture_output=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    # Of its own: other work on the machine stretches what a clock would say.
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 2
