@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from longstrand.cli.plan import Values
 from longstrand.config import GROUPS, Recipe, load_recipe, parse_length
 from longstrand.errors import UserError
 from longstrand.plan.devices import GIB, find_device
@@ -17,24 +18,6 @@ from longstrand.plan.room import Room
 from longstrand.plan.shapes import FoundShape, find_shape
 
 _DTYPES = {"gpu": "bfloat16", "cpu": "float32"}
-
-
-@dataclass(frozen=True)
-class Values:
-    """The options as given."""
-
-    device: str
-    devices: int | None
-    length: str | None
-    sequences: int
-    host_memory: float | None
-    host_disk: float | None
-    this_host: bool
-    data_skew: float
-    dtype: str | None
-    trainable: str
-    optimizer: str
-    calibrated: Path | None
 
 
 @dataclass(frozen=True)
@@ -53,9 +36,19 @@ class Asked:
     here: bool
 
 
-def of_recipe(name: str, overrides: list[str] | None, values: Values, model: str | None) -> Asked:
+def of_recipe(values: Values) -> Asked:
+    """A recipe's run, as it says.
+
+    Raises:
+        UserError: the recipe, its model or an option cannot be used, or an option says what the recipe says.
+    """
+    name = str(values.recipe)
+    if values.more:
+        raise UserError(
+            f"plan {name} {values.more[0]}: one recipe at a time; several runs belong to --calibrate"
+        )
     for option, given, key in (
-        ("--model", model, "model.config"),
+        ("--model", values.model, "model.config"),
         ("--length", values.length, "data.length"),
         ("--dtype", values.dtype, "run.dtype"),
         ("--trainable", values.trainable != "all", "train.trainable"),
@@ -64,7 +57,7 @@ def of_recipe(name: str, overrides: list[str] | None, values: Values, model: str
     ):
         if given:
             raise UserError(f"{option}: the recipe {name} says it; change it there with --set {key}=...")
-    recipe = load_recipe(name, overrides)
+    recipe = load_recipe(name, list(values.overrides))
     found = find_shape(str(recipe.model.path or recipe.model.config))
     room = _room(values, recipe.parallel.world, Path(recipe.memory.spool or recipe.run.out))
     form = _form(room, recipe.kernels.cpu, recipe.run.dtype)
@@ -72,19 +65,23 @@ def of_recipe(name: str, overrides: list[str] | None, values: Values, model: str
     return Asked(job, room, found, recipe, room.is_cpu or values.this_host)
 
 
-def of_model(
-    model: str | None, overrides: list[str] | None, values: Values, fit: str | None, lengths: str | None
-) -> Asked:
-    if model is None:
+def of_model(values: Values, *, needs_length: bool) -> Asked:
+    """A model without a recipe.
+
+    Raises:
+        UserError: an option is missing or cannot be used.
+    """
+    if values.model is None:
         raise UserError(
             "plan: needs a recipe, or --model with --device, --devices and --length; give one of them"
         )
-    if overrides:
+    if values.overrides:
         raise UserError(
-            f"--set {overrides[0]}: overrides a recipe, and none is given; give one, or use the options"
+            f"--set {values.overrides[0]}: overrides a recipe, and none is given; give one, or use options"
         )
-    if values.length is None and fit != "length" and lengths is None:
+    if values.length is None and needs_length:
         raise UserError("--length: missing; give the tokens of a sequence, such as 1M, or --fit length")
+    model = values.model
     found, room = find_shape(model), _room(values, 1, Path.cwd())
     dtype = values.dtype or _DTYPES[room.device.kind]
     if dtype not in ("float32", "bfloat16", "float64"):

@@ -39,9 +39,9 @@ def show_plan(plan: Plan, model: str, console: Console) -> None:
     console.print(_host_table(plan))
     console.print(_seconds_table(plan))
     show_levers(plan, console)
-    known_by = [term.evidence for term in _all_terms(plan)] + [term.evidence for term in plan.seconds.terms]
-    for each in dict.fromkeys(known_by):
+    for each in dict.fromkeys(term.evidence for term in _all_terms(plan)):
         console.print(f"  {each}", markup=False, style="dim")
+    console.print("  seconds: --json says from which part of which rate each is", style="dim")
     if not plan.room.is_cpu:
         console.print(NOT_ON_A_GPU, markup=False)
     console.print(verdict(plan), markup=False, style="bold" if plan.fits else "bold red")

@@ -16,8 +16,8 @@ from longstrand.plan.streams import first_trained_layer, streams_at_once
 from longstrand.plan.terms import Memory, Place
 
 TILES = tuple(2**power for power in range(7, 16))
-BASE_TILE = {"cpu": 1024, "gpu": 4096}
-"""Of a plan without levers: large enough that a launch costs little beside a tile's products."""
+BASE_TILES = {"cpu": (1024,), "gpu": (4096, 8192, 16384, 32768)}
+"""Of a plan without levers, the fastest: a large tile has fewer launches. On a CPU 1,024 are (docs/performance.md)."""
 
 
 @dataclass(frozen=True)
@@ -121,24 +121,24 @@ def without_levers(job: Job, room: Room) -> Job:
     """The job on all devices with every lever off.
 
     Of the ranks as many as there are sequences per step compute sequences of their own, the others share them.
-    Experts lie on the ranks of one host as is fastest.
+    The tile, and the ranks of one host that share the experts, are the fastest.
     """
-    memory = job.memory.model_copy(
-        update={
-            "tile": min(BASE_TILE[room.device.kind], _power_up(job.length)),
-            "recompute": True,
-            "keep_fronts": False,
-            "keep_every": 1,
-            "offload": "none",
-            "optimizer": "host" if room.optimizer == "host" else "device",
-            "spool": None,
-        }
-    )
+    off = {"recompute": True, "keep_fronts": False, "keep_every": 1, "offload": "none", "spool": None}
+    optimizer = "host" if room.optimizer == "host" else "device"
+    memory = job.memory.model_copy(update={**off, "optimizer": optimizer})
     data = gcd(room.num_devices, job.sequences_per_step)
     parallel = ParallelSection(data=data, context=room.num_devices // data)
     plain = replace(job, memory=memory, parallel=parallel)
-    near = [size for size in _expert_sizes(plain) if size <= room.ranks_per_host]
-    return min((_with_experts(plain, size) for size in near), key=lambda each: seconds_of(each, room).total)
+    most = _power_up(-(-job.length // parallel.context))
+    tiles = dict.fromkeys(min(tile, most) for tile in BASE_TILES[room.device.kind])
+    tiled = _fastest([_memory_setter("tile")(plain, tile) for tile in tiles], room)
+    near = [size for size in _expert_sizes(tiled) if size <= room.ranks_per_host]
+    return _fastest([_with_experts(tiled, size) for size in near], room)
+
+
+def _fastest(jobs: list[Job], room: Room) -> Job:
+    """The first of equals."""
+    return min(jobs, key=lambda job: seconds_of(job, room).total) if len(jobs) > 1 else jobs[0]
 
 
 def levers_for(base: Job, room: Room) -> tuple[Lever, ...]:
