@@ -16,8 +16,8 @@ from longstrand.plan.streams import first_trained_layer, streams_at_once
 from longstrand.plan.terms import Memory, Place
 
 TILES = tuple(2**power for power in range(7, 16))
-BASE_TILES = {"cpu": (1024,), "gpu": (4096, 8192, 16384, 32768)}
-"""Of a plan without levers, the fastest: a large tile has fewer launches. On a CPU 1,024 are (docs/performance.md)."""
+BASE_TILE = {"cpu": 1024, "gpu": 16384}
+"""Of a plan without levers: a GPU starts fewer operations with a large one, a CPU holds a small one in its caches."""
 
 
 @dataclass(frozen=True)
@@ -121,19 +121,17 @@ def without_levers(job: Job, room: Room) -> Job:
     """The job on all devices with every lever off.
 
     Of the ranks as many as there are sequences per step compute sequences of their own, the others share them.
-    The tile, and the ranks of one host that share the experts, are the fastest.
+    Experts lie on all ranks of one host, or whole on each, as is faster.
     """
     off = {"recompute": True, "keep_fronts": False, "keep_every": 1, "offload": "none", "spool": None}
-    optimizer = "host" if room.optimizer == "host" else "device"
-    memory = job.memory.model_copy(update={**off, "optimizer": optimizer})
     data = gcd(room.num_devices, job.sequences_per_step)
     parallel = ParallelSection(data=data, context=room.num_devices // data)
+    tile = min(BASE_TILE[room.device.kind], _power_up(-(-job.length // parallel.context)))
+    optimizer = "host" if room.optimizer == "host" else "device"
+    memory = job.memory.model_copy(update={**off, "optimizer": optimizer, "tile": tile})
     plain = replace(job, memory=memory, parallel=parallel)
-    most = _power_up(-(-job.length // parallel.context))
-    tiles = dict.fromkeys(min(tile, most) for tile in BASE_TILES[room.device.kind])
-    tiled = _fastest([_memory_setter("tile")(plain, tile) for tile in tiles], room)
-    near = [size for size in _expert_sizes(tiled) if size <= room.ranks_per_host]
-    return _fastest([_with_experts(tiled, size) for size in near], room)
+    near = [size for size in _expert_sizes(plain) if size <= room.ranks_per_host]
+    return _fastest([_with_experts(plain, size) for size in sorted({near[0], near[-1]})], room)
 
 
 def _fastest(jobs: list[Job], room: Room) -> Job:
