@@ -1,27 +1,46 @@
-// Counts the bytes that torch's CPU allocator has given out to a thread, and the most of them at once.
+// Counts the bytes that torch's CPU allocator has given out, and the most of them at once.
 //
-// Torch reports each allocation to whatever stands in the profiler's place of its thread-local debug information; the
-// engine that walks a graph back takes that along, so that what it allocates is counted too.
+// An allocator that stands in front of torch's own. What was allocated before it stands there is not counted, and what
+// it has given out goes back through it, so that it stays for the life of the process.
 #include <c10/core/Allocator.h>
-#include <c10/util/ThreadLocalDebugInfo.h>
+#include <c10/core/CPUAllocator.h>
 
 #include <atomic>
 #include <cstdint>
-#include <memory>
 
 namespace {
 
 std::atomic<int64_t> live{0}, most{0};
 
-struct Counter final : c10::MemoryReportingInfoBase {
-  void reportMemoryUsage(void*, int64_t size, size_t, size_t, c10::Device device) override {
-    if (!device.is_cpu()) return;
-    const int64_t now = live.fetch_add(size) + size;
+// A size stands before each block: torch asks that what frees a block be given the block itself.
+constexpr size_t HEADER = 64;  // keeps torch's alignment
+
+c10::Allocator* behind() {
+  static c10::Allocator* const torchs = c10::GetCPUAllocator();
+  return torchs;
+}
+
+void give_back(void* block) {
+  char* start = static_cast<char*>(block) - HEADER;
+  live -= *reinterpret_cast<int64_t*>(start);
+  behind()->raw_deleter()(start);
+}
+
+struct Counter final : c10::Allocator {
+  c10::DataPtr allocate(size_t bytes) override {
+    if (bytes == 0) return behind()->allocate(0);
+    c10::DataPtr memory = behind()->allocate(bytes + HEADER);
+    const c10::Device device = memory.device();
+    char* start = static_cast<char*>(memory.release_context());
+    *reinterpret_cast<int64_t*>(start) = static_cast<int64_t>(bytes);
+    const int64_t now = live += static_cast<int64_t>(bytes);
     int64_t before = most.load();
     while (now > before && !most.compare_exchange_weak(before, now)) {
     }
+    return {start + HEADER, start + HEADER, &give_back, device};
   }
-  bool memoryProfilingEnabled() const override { return true; }
+  c10::DeleterFnPtr raw_deleter() const override { return &give_back; }
+  void copy_data(void* to, const void* from, size_t bytes) const override { default_copy_data(to, from, bytes); }
 };
 
 }  // namespace
@@ -29,10 +48,9 @@ struct Counter final : c10::MemoryReportingInfoBase {
 extern "C" {
 
 void start_counting() {
-  c10::ThreadLocalDebugInfo::_push(c10::DebugInfoKind::PROFILER_STATE, std::make_shared<Counter>());
+  static Counter counter;
+  if (behind()->raw_deleter() != nullptr) c10::SetCPUAllocator(&counter, 1);
 }
-
-void stop_counting() { c10::ThreadLocalDebugInfo::_pop(c10::DebugInfoKind::PROFILER_STATE); }
 
 int64_t live_bytes() { return live.load(); }
 

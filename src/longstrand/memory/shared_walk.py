@@ -157,6 +157,7 @@ class SharedWalk(Walk):
                         self.borders[index].push(layer.keep(carry))
                     y, carry = passage.forward_tile(tile, x, carry, rows, choose=True)
                 self._pass_on(index, tile, y, put)
+                del y  # else it lives through the next tile
         if kept and not keeps_graphs:
             passage.rest()
         self._idle_forward(index, kept=kept)
@@ -214,6 +215,7 @@ class SharedWalk(Walk):
                     rows = rows_of(choices, tile)
                     y, carry = passage.forward_tile(tile, read(tile), carry, rows, choose=False)
                     above.write(tile, y)
+                    del y
             self._idle_forward(below, choose=False)
             layer.free_weights()
             self.inputs[below + 1] = stream = above
@@ -280,6 +282,7 @@ class _LayerBack:
                 front = self.fronts.pop(tile.index) if self.keeps == "graphs" else self._front(tile)
                 dx, d_carry = front.through(d_carry)
                 hand_down(tile, dx)
+                del dx  # else it lives through the next tile
             self.passage.entered(segment.number, d_carry)
         if self.own_stream is not None:
             self.own_stream.free()

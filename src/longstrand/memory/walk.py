@@ -115,6 +115,7 @@ class Walk:
                     self.borders[index].push(layer.keep(carry))
                 y, carry = layer.forward_tile(x, tile, carry, rows, side, choose=True)
             self._pass_on(index, tile, y, put)
+            del y  # else it lives through the next tile
         self._idle_forward(index, kept=kept)
         if self.carries is not None:
             self.carries.append(carry)
@@ -180,6 +181,7 @@ class Walk:
         for tile in self.layout.tiles_back(self.levers.tile):
             dx, d_carry = next(graphs).back(above(tile), d_carry)
             self._hand_down(index, stream, tile, dx)
+            del dx  # else it lives through the next tile
         self.layers[index].reduce_gradients()
         self.layers[index].free_weights()
         return stream
@@ -230,6 +232,7 @@ class Walk:
                 x, rows = self._read(stream, tile), rows_of(choices, tile)
                 y, carry = layer.forward_tile(x, tile, carry, rows, self.side, choose=False)
                 above.write(tile, y)
+                del y
             self._idle_forward(below, choose=False)
             layer.free_weights()
             self.inputs[below + 1] = stream = above

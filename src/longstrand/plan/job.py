@@ -83,7 +83,10 @@ class Job:
         """Whether a parameter receives gradients."""
         if parameter.endswith("e_score_correction_bias"):
             return False
-        group = group_of(parameter, self.shape)
+        return self.trains_group(group_of(parameter, self.shape))
+
+    def trains_group(self, group: str) -> bool:
+        """Whether the parameters of a group receive gradients."""
         if self.indexer == "warmup":
             return group == "indexer"
         return (self.trainable == ("all",) or group in self.trainable) and (
