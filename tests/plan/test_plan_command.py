@@ -191,6 +191,20 @@ def test_a_written_recipe_loads_says_why_and_plans_the_same(call, tight, tmp_pat
     assert (tmp_path / "r.toml").read_text() == text
 
 
+def test_a_recipe_that_fits_is_written_as_it_is(call, tmp_path):
+    assert call("human_x_65k", "--set", "train.betas=[0.9, 0.99]", "--write", "same.toml").code == 0
+    assert load_recipe("same.toml") == load_recipe("human_x_65k", ["train.betas=[0.9, 0.99]"])
+
+
+def test_a_recipe_that_does_not_is_written_with_what_would(call, tight, tmp_path):
+    asked = ("human_x", "--set", "data.length=2M", "--device", tight, "--host-memory", "64")
+    assert call(*asked, "--write", "fits.toml").code == 3
+    before, after = load_recipe("human_x", ["data.length=2M"]), load_recipe("fits.toml")
+    assert after.model_copy(update={"memory": before.memory, "parallel": before.parallel}) == before
+    assert after.memory != before.memory
+    assert call("fits.toml", "--device", tight, "--host-memory", "64").code == 0
+
+
 def test_a_shape_without_a_file_gets_one_beside_its_recipe(call, tmp_path):
     asked = ("--model", "glm-5.3-flash-4-layers", "--device", "H200", "--length", "64k", "--write", "r.toml")
     assert call(*asked).code == 0

@@ -85,9 +85,13 @@ def this_machine() -> Machine:
 
 def free_bytes(folder: Path) -> int | None:
     """Free space where a folder is or will be made; None: a file system without blocks."""
-    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    disk = os.statvfs(there)
+    disk = os.statvfs(existing(folder))
     return disk.f_bavail * disk.f_frsize if disk.f_blocks else None
+
+
+def existing(folder: Path) -> Path:
+    """The folder, or the nearest one above it that is there."""
+    return next(path for path in (folder, *folder.absolute().parents) if path.exists())
 
 
 def host_needs(job: Job, room: Room, num_sources: int = 1) -> HostNeeds:
@@ -184,24 +188,27 @@ def shortages(needs: HostNeeds, machine: Machine, slack: float = 0.0) -> list[st
 
 
 def file_shortages(needs: HostNeeds, spool: Path, out: Path, keep: int) -> list[str]:
-    """What the disks of the spool and of the run lack.
+    """What the disks of the spool and of the run lack; on one disk both together.
 
     Args:
         keep: checkpoints kept; one more is written before the oldest is removed.
     """
+    spooled, kept = total(needs.files), (keep + 1) * needs.checkpoint_bytes
+    one_disk = existing(spool).stat().st_dev == existing(out).stat().st_dev
     found = []
-    spooled, free = total(needs.files), free_bytes(spool)
+    free = free_bytes(spool)
     if spooled and free is not None and spooled > free:
         found.append(
             f"memory.spool = {spool}: {needs.ranks} rank{'s' * (needs.ranks > 1)} here need {_gib(spooled)} there, and "
             f"{_gib(free)} are free; make room, set memory.spool to a folder on another disk, or raise "
             "memory.keep_every"
         )
-    kept, free = (keep + 1) * needs.checkpoint_bytes, free_bytes(out)
-    if free is not None and kept > free:
+    beside, free = (spooled if one_disk else 0), free_bytes(out)
+    if free is not None and kept + beside > free:
         found.append(
-            f"run.out = {out}: train.keep = {keep} checkpoints and one being written take {_gib(kept)}, and "
-            f"{_gib(free)} are free; make room, lower train.keep, or set run.out to a folder on another disk"
+            f"run.out = {out}: train.keep = {keep} checkpoints and one being written take {_gib(kept)}"
+            + f", beside a spool of {_gib(beside)}" * bool(beside)
+            + f", and {_gib(free)} are free; make room, lower train.keep, or set run.out to a folder on another disk"
         )
     return found
 
