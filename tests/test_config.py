@@ -218,6 +218,18 @@ def test_a_value_outside_its_rule_names_key_value_rule_and_remedy(override, key_
         ),
         (["train.balance=bias", "train.indexer=warmup"], 'train.balance = "bias": only the indexer learns'),
         (["kernels.cpu=native", "run.dtype=float64"], 'kernels.cpu = "native": run.dtype = "float64" has no'),
+        (
+            ["kernels.require=native", "run.dtype=float64"],
+            'kernels.require = "native": run.dtype = "float64"',
+        ),
+        (
+            ["kernels.require=native", "kernels.cpu=portable"],
+            'require = "native": cpu = "portable" takes the other',
+        ),
+        (
+            ["kernels.require=portable", "kernels.cpu=native"],
+            'require = "portable": cpu = "native" takes the',
+        ),
         (["evaluate.control=true"], "evaluate.control = true: needs [data.families]"),
         (["evaluate.buckets=32768"], "evaluate.buckets = 32768: exceeds the length of 16384 tokens"),
     ],

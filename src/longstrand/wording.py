@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from longstrand.buckets import Estimate
@@ -52,6 +52,17 @@ def interval(estimate: Estimate, sequences: int) -> str:
     if sequences < 2:
         return "one sequence, no interval"
     return f"{number(100 * estimate.low, 1)} to {percent(estimate.high)}"
+
+
+def places(layers: Sequence[int | str]) -> str:
+    """Layers by number, those in a row together, or what is none: "layers 0-2, 4", "layer 3", "head"."""
+    runs: list[list[int | str]] = []
+    for layer in layers:
+        follows = runs and isinstance(layer, int) and runs[-1][-1] == layer - 1
+        runs[-1].append(layer) if follows else runs.append([layer])
+    words = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    num_layers = sum(isinstance(layer, int) for layer in layers)
+    return f"layer{'s' * (num_layers > 1)} {words}" if num_layers else words
 
 
 def count(value: int) -> str:

@@ -45,7 +45,7 @@ def test_without_a_compiler_auto_says_why_and_native_is_refused(monkeypatch):
     assert not state.used and "no-such-compiler is not on the PATH" in state.reason
     with pytest.raises(UserError, match=r'kernels.cpu = "native".*install a C\+\+ compiler'):
         native.use_native("native")
-    assert not native.has_kernel(torch.ones(1))
+    assert native.refusal(torch.ones(1)) == "no C++ compiler: no-such-compiler is not on the PATH"
 
 
 def test_without_a_home_folder_auto_says_so(monkeypatch, compiler):

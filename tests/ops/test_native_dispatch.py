@@ -6,13 +6,16 @@ from agreement import is_as_exact_as_plain_torch, run
 
 from longstrand.bench import _small_models
 from longstrand.memory import Levers
-from longstrand.model.model import kernels
+from longstrand.model.forms import plan_forms
+from longstrand.model.given import Pass
 from longstrand.ops import experts, kda, mhc, native, select, short_conv, sparse_attention
 from longstrand.ops.experts import cases as experts_cases
 from longstrand.ops.kda import cases as kda_cases
+from longstrand.ops.logprob import LOGPROBS
 from longstrand.ops.mhc import cases as mhc_cases
 from longstrand.ops.native import library
-from longstrand.ops.norm import gated_rms_norm, rms_norm
+from longstrand.ops.norm import GATED_NORM, gated_rms_norm, rms_norm
+from longstrand.ops.padding import Tiles
 from longstrand.ops.select import cases as select_cases
 from longstrand.ops.short_conv import cases as conv_cases
 from longstrand.ops.sparse_attention import cases as sparse_cases
@@ -56,10 +59,26 @@ def narrow(inputs):
     return {n: v.int() if v.dtype == torch.int64 else v for n, v in inputs.items()}
 
 
-def test_float64_and_a_mixture_run_in_plain_torch():
-    assert native.has_kernel(torch.ones(1), torch.ones(1))
-    assert not native.has_kernel(torch.ones(1, dtype=torch.float64))
-    assert not native.has_kernel(torch.ones(1), torch.ones(1, dtype=torch.bfloat16))
+def test_float64_a_mixture_and_another_device_run_in_plain_torch_and_say_why():
+    one = torch.ones(1)
+    assert native.refusal(one, one) is None
+    assert native.refusal(one.double()) == "float64 has no kernels"
+    assert native.refusal(one, one.bfloat16()) == "float32 and bfloat16 together: a kernel takes one dtype"
+    assert native.refusal(one.to("meta")) == "device is meta: no kernel of ours"
+    native.use_native("portable")
+    assert native.refusal(one) == "asked for portable"
+
+
+def test_each_op_says_what_its_kernel_does_not_take():
+    x = torch.ones(2, 5, 3)
+    five = "5 streams: the kernel takes 1 to 4"
+    assert mhc.UPDATE.refusal(x=x, out=x[:, 0], post=None, comb=None) == five
+    assert mhc.GATHER.refusal(x=x, iterations=64) == five
+    assert mhc.GATHER.refusal(x=x, iterations=65) == "65 iterations: the kernel takes up to 64"
+    assert mhc.GATHER.refusal(x=x.double(), iterations=65) == "float64 has no kernels"
+    assert GATED_NORM.refusal(x=x.bfloat16(), gate=x, weight=x) == "x is bfloat16: the kernel takes float32"
+    assert GATED_NORM.refusal(x=x, gate=x.bfloat16(), weight=x) is None
+    assert LOGPROBS.refusal(hidden=x, weight=x) == "it has no kernel"
 
 
 def test_what_plain_torch_refuses_the_kernels_do_not_read():
@@ -169,14 +188,24 @@ def test_hyper_connections_with_more_iterations_than_the_kernel_holds_run_in_pla
 
 
 KERNELS = {  # what each op's kernels are called, where it has any
+    "rms_norm": "rms_norm_forward",
+    "gated_rms_norm": "gated_norm_forward",
+    "log_decay": "log_decay_forward",
     "kda": "kda_forward",
     "short_conv": "short_conv_forward",
-    "mhc": "mhc_gather_forward",
-    "select": "select_pools",
+    "mhc_gather": "mhc_gather_forward",
+    "mhc_update": "mhc_update_forward",
+    "select_pools": "select_pools",
     "sparse_attention": "sparse_attention_forward",
     "experts": "experts_combine",
-    "norms and gates": "rms_norm_forward",
+    "swiglu": "swiglu_forward",
 }
+
+
+def planned(model, dtype):
+    """The form of each op, which is the same in every layer that has it."""
+    plan = plan_forms(model.architecture, Pass(dtype, Tiles([(0, 93)], 32)))
+    return {op.op.name: op.as_dict("cpu")["runs_in"] for _, op in plan}
 
 
 @pytest.mark.parametrize(
@@ -194,15 +223,15 @@ KERNELS = {  # what each op's kernels are called, where it has any
 def test_what_is_reported_to_run_is_what_runs(dtype, changes, called):
     model = _small_models.model(dtype=dtype, **changes)
     model.token_logprobs(_small_models.pack((23, 70)), Levers(tile=32)).sum().backward()
-    reported = {op for op, form in kernels(model).items() if form == "native C++ (cpu)"}
+    reported = {op for op, form in planned(model, dtype).items() if form == "native C++ (cpu)"}
     assert reported == {op for op, name in KERNELS.items() if any(x.startswith(name) for x in called)}
     assert ("kda" in reported) == (dtype != torch.float64)
 
 
 def test_what_is_reported_names_the_portable_form():
     native.use_native("portable")
-    reported = kernels(_small_models.model(dtype=torch.float32))
-    assert reported["mhc"] == "torch fused (cpu)" and reported["norms and gates"] == "torch eager (cpu)"
+    reported = planned(_small_models.model(dtype=torch.float32), torch.float32)
+    assert reported["mhc_gather"] == "torch fused (cpu)" and reported["rms_norm"] == "torch eager (cpu)"
 
 
 def test_a_run_through_mixed_dtypes_of_kda_widens_each():

@@ -37,8 +37,8 @@ def test_starts_of_32_bits_are_widened_before_they_are_multiplied():
 def test_ids_are_narrow_only_where_they_are_stored():
     """Pool ids are kept in 32 bits, expert ids in 8 or 16; whoever multiplies them widens first.
 
-    `gathered.py` narrows pool ids (`.int()`) for the kernel, which multiplies in 64 bits; `memory/host.py` and
-    `memory/spool.py` name uint8 for a block of bytes.
+    `gathered.py` narrows pool ids (`.int()`) for the kernel, which multiplies in 64 bits; `given.py` says of what
+    dtype they are; `memory/host.py` and `memory/spool.py` name uint8 for a block of bytes.
     """
     source = Path(longstrand.ops.__path__[0]).parent
     narrow = {
@@ -51,5 +51,5 @@ def test_ids_are_narrow_only_where_they_are_stored():
     }
     assert narrow <= {
         *("ops/select/blockwise.py", "ops/select/reference.py", "ops/sparse_attention/gathered.py"),
-        *("model/dsa.py", "model/ffn.py", "memory/host.py", "memory/spool.py"),
+        *("model/dsa.py", "model/ffn.py", "model/given.py", "memory/host.py", "memory/spool.py"),
     }

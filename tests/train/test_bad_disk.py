@@ -160,7 +160,7 @@ def test_a_bad_folder_ends_in_one_line_that_names_it(run, tmp_path, damage, mess
 
 
 CHANGED = {
-    "train.lr=0.5": r"train\.lr = 0\.5: this run began with 0\.01, .* only kernels\.cpu, memory\.spool, run\.out",
+    "train.lr=0.5": r"train\.lr = 0\.5: this run began with 0\.01, .* only kernels\.cpu, kernels\.require, memory",
     "data.length=64": r"data\.length = 64: this run began with 128",
     "run.seed=3": r"run\.seed = 3: this run began with 0",
     "run.threads=2": r"run\.threads = 2: this run began with 1",

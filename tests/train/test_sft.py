@@ -56,7 +56,9 @@ def test_a_run_leaves_all_its_files(finished):
     served = json.loads((finished / "data.json").read_text())["sources"][0]["shown_in_training"]
     assert served["tokens"] == sum(line["tokens"] for line in metrics(finished))
     assert served["trained"] == sum(line["targets"] for line in metrics(finished))
-    assert set(json.loads((finished / "kernels.json").read_text())) >= {"kda", "sparse_attention", "mhc"}
+    forms = json.loads((finished / "kernels.json").read_text())
+    assert [number for group in forms["layers"] for number in group["layers"]][-1] == "head"
+    assert {"kda", "sparse_attention", "mhc_gather"} <= {op["op"] for g in forms["layers"] for op in g["ops"]}
     log = (finished / "log.txt").read_text()
     assert "done: 5 steps" in log
     assert f"CPU kernels: {load_recipe(finished / 'run.toml').kernels.cpu} (" in log

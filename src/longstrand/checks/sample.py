@@ -46,7 +46,7 @@ def draw_packs(loader: Loader, tokens: int, count: int) -> Packs:
     share, given = tokens // count, _documents(loader)
     packs: list[tuple[Document, ...]] = []
     for number in range(count):
-        packs.append(_whole_pack(loader, share) if number % 2 == 0 else _many(given, share))
+        packs.append(short_pack(loader, share) if number % 2 == 0 else _many(given, share))
     if not any(any(document.weights[1:]) for pack in packs for document in pack):
         raise UserError(
             f"--tokens {tokens}: no target of these tokens has a weight, so there is no loss to compare; raise it"
@@ -74,7 +74,7 @@ def num_tokens(packs: Packs) -> int:
     return sum(len(document) for pack in packs for document in pack)
 
 
-def _whole_pack(loader: Loader, share: int) -> tuple[Document, ...]:
+def short_pack(loader: Loader, share: int) -> tuple[Document, ...]:
     """The documents of the loader's next sequence, as many as there is room for."""
     pack: list[Document] = []
     room = share

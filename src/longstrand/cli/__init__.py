@@ -8,6 +8,7 @@ import traceback
 import typer
 from pydantic import ValidationError
 
+from longstrand.cli import audit as audit  # adds its command to the app
 from longstrand.cli.commands import app
 from longstrand.errors import LongstrandError, RunFailed, UserError
 

@@ -260,6 +260,19 @@ class KernelsSection(Record):
         description="ops on a CPU in float32 or bfloat16: compiled C++ kernels (native) or plain torch (portable); "
         "auto: native where g++ is and the dtype has kernels; the log says which, and why",
     )
+    require: Literal["none", "native", "portable"] = Field(
+        "none",
+        description="a form that every op that has it must run in: train does not begin, and audit fails, where one "
+        "would not",
+    )
+
+    @model_validator(mode="after")
+    def _required_can_be(self) -> KernelsSection:
+        if self.require != "none" and self.cpu not in ("auto", self.require):
+            raise ValueError(
+                f'require = "{self.require}": cpu = "{self.cpu}" takes the other form; set both alike, or remove one'
+            )
+        return self
 
 
 class EvaluateSection(Record):
@@ -320,6 +333,10 @@ class Recipe(Record):
         if self.kernels.cpu == "native" and self.run.dtype == "float64":
             raise ValueError(
                 'kernels.cpu = "native": run.dtype = "float64" has no kernels; set kernels.cpu = "portable"'
+            )
+        if self.kernels.require == "native" and self.run.dtype == "float64":
+            raise ValueError(
+                'kernels.require = "native": run.dtype = "float64" has no kernels; remove it, or set another run.dtype'
             )
         if self.evaluate.control and self.data.families is None:
             raise ValueError(

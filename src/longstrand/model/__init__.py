@@ -2,6 +2,6 @@
 
 from longstrand.memory import SideLosses
 from longstrand.model.load import load_model, save_model
-from longstrand.model.model import Model, kernels
+from longstrand.model.model import Model
 
-__all__ = ["Model", "SideLosses", "kernels", "load_model", "save_model"]
+__all__ = ["Model", "SideLosses", "load_model", "save_model"]

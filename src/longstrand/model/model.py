@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
@@ -21,10 +22,8 @@ from longstrand.model.hf import SourceInfo
 from longstrand.model.kda_layer import KdaLayer
 from longstrand.model.linear import Linear, Norm
 from longstrand.model.shards import Shards
-from longstrand.ops import kda, mhc, select
-from longstrand.ops.native import has_kernel
 from longstrand.ops.norm import rms_norm
-from longstrand.ops.precision import wide, wide_dtype
+from longstrand.ops.precision import wide_dtype
 from longstrand.parallel import deal, one_process
 from longstrand.plan.parameters import GROUPS, group_of, keeps_float32
 
@@ -143,18 +142,21 @@ class Model(nn.Module):
             return None
         return Shard(context, deal(starts.tolist(), context.size, self.segments))
 
+    def spans(self, num_tokens: int) -> Sequence[tuple[int, int]]:
+        """First and last position (exclusive) of each part of one document that this rank computes."""
+        shard = self._shard(torch.tensor([0, num_tokens]))
+        return [(0, num_tokens)] if shard is None else shard.deal.owned_by(shard.axis.rank)
+
     def stream_demand(self, num_tokens: int, levers: Levers) -> Demand:
         """The streams of this rank's training pass of one document, wherever the levers put them."""
-        shard = self._shard(torch.tensor([0, num_tokens]))
-        spans = ((0, num_tokens),) if shard is None else shard.deal.owned_by(shard.axis.rank)
         return pass_demand(
             self.embed_tokens.weight,
             self._scan_layers(),
-            [stop - start for start, stop in spans],
+            [stop - start for start, stop in self.spans(num_tokens)],
             levers,
             hc_mult=self.architecture.hc_mult,
             keeps_mean=True,
-            shared=shard is not None,
+            shared=self.mesh.context.size > 1,
         )
 
     def _scan_layers(self) -> list[ScanLayer]:
@@ -188,25 +190,3 @@ class Model(nn.Module):
 def _warms_up(side: SideLosses | None) -> bool:
     """In warm-up nothing but the indexer learns."""
     return side is not None and side.indexer == "warmup"
-
-
-def kernels(model: Model) -> dict[str, str]:
-    """Which implementation runs each op, as the ops decide it themselves for this model's dtype and shape."""
-    shape, weight = model.architecture, model.embed_tokens.weight
-    x = torch.empty(1, shape.hidden_size, dtype=weight.dtype, device=weight.device)  # a row of what flows
-    kept = wide(x)  # and one of what is kept wide
-    forms = {
-        "kda": ("chunked", kda.in_kernel(x, kept)),
-        "short_conv": ("taps", has_kernel(x)),
-        "mhc": ("fused", mhc.in_kernel(x, streams=shape.hc_mult, iterations=shape.hc_sinkhorn_iters)),
-        "select": ("blockwise", select.in_kernel(kept, x)),
-        "sparse_attention": ("gathered", has_kernel(x)),
-        "experts": ("grouped", has_kernel(x)),
-        "norms and gates": ("eager", has_kernel(x)),
-        "token_logprobs": ("chunked", False),
-        "dense_attention": ("blockwise", False),
-    }
-    return {
-        op: "native C++ (cpu)" if native else f"torch {form} ({x.device.type})"
-        for op, (form, native) in forms.items()
-    }

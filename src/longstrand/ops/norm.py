@@ -8,8 +8,18 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from longstrand.ops.native import SUFFIX, call, has_kernel, require
+from longstrand.ops.native import SUFFIX, Op, call, name_of, refusal, refusal_of_any, require
 from longstrand.ops.precision import wide
+
+
+def _gated_refusal(x: Tensor, gate: Tensor, weight: Tensor) -> str | None:
+    if x.dtype != torch.float32:
+        return f"x is {name_of(x.dtype)}: the kernel takes float32"
+    return refusal_of_any(x, gate)
+
+
+NORM = Op("rms_norm", "eager", "rms_norm_", lambda x, weight: refusal(x))
+GATED_NORM = Op("gated_rms_norm", "eager", "gated_norm_", _gated_refusal)
 
 
 def rms_norm(x: Float[Tensor, "*N D"], weight: Float[Tensor, "D"], eps: float) -> Float[Tensor, "*N D"]:
@@ -17,16 +27,17 @@ def rms_norm(x: Float[Tensor, "*N D"], weight: Float[Tensor, "D"], eps: float) -
 
     Source: Zhang and Sennrich 2019, eq. 4; eps inside the root.
     """
-    return (_NativeRmsNorm if has_kernel(x) else _RmsNorm).apply(x, weight, eps)
+    form = _NativeRmsNorm if NORM.in_kernel(x=x, weight=weight) else _RmsNorm
+    return form.apply(x, weight, eps)
 
 
 def gated_rms_norm(
     x: Float[Tensor, "*N D"], gate: Float[Tensor, "*N D"], weight: Float[Tensor, "D"], eps: float
 ) -> Float[Tensor, "*N D"]:
     """RMSNorm(x) * sigmoid(gate), all in float32 or wider; returned in the gate's dtype."""
-    if x.dtype == torch.float32 and has_kernel(x) and has_kernel(gate):
+    if GATED_NORM.in_kernel(x=x, gate=gate, weight=weight):
         return _NativeGatedNorm.apply(x, gate, weight, eps)
-    return (rms_norm(wide(x), wide(weight), eps) * wide(gate).sigmoid()).to(gate.dtype)
+    return (_RmsNorm.apply(wide(x), wide(weight), eps) * wide(gate).sigmoid()).to(gate.dtype)
 
 
 class _RmsNorm(torch.autograd.Function):

@@ -8,7 +8,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from longstrand.ops.native import SUFFIX, call, has_kernel, require
+from longstrand.ops.native import SUFFIX, Op, call, refusal, require
+
+SWIGLU = Op("swiglu", "eager", "swiglu_", lambda **inputs: refusal(*inputs.values()))
 
 
 def swiglu(both: Float[Tensor, "*N F2"], limit: float) -> Float[Tensor, "*N F"]:
@@ -24,7 +26,7 @@ def swiglu(both: Float[Tensor, "*N F2"], limit: float) -> Float[Tensor, "*N F"]:
 
 def swiglu_forward(both: Float[Tensor, "*N F2"], limit: float) -> Float[Tensor, "*N F"]:
     """The value alone, without a graph."""
-    if has_kernel(both):
+    if SWIGLU.in_kernel(both=both):
         both = both.contiguous()
         width = both.shape[-1] // 2
         out = both.new_empty(*both.shape[:-1], width)
@@ -39,7 +41,7 @@ def swiglu_backward(
     both: Float[Tensor, "*N F2"], dy: Float[Tensor, "*N F"], limit: float
 ) -> Float[Tensor, "*N F2"]:
     """Gradient of both parts; exactly 0 where a clamp holds."""
-    if has_kernel(both, dy):
+    if SWIGLU.in_kernel(both=both, dy=dy):
         both, dy, width = both.contiguous(), dy.contiguous(), dy.shape[-1]
         require((*dy.shape[:-1], 2 * width), dy.dtype, both=both)
         d_both = torch.empty_like(both)

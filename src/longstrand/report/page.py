@@ -13,10 +13,11 @@ from longstrand.buckets import Comparison, Gain
 from longstrand.report.certificate import certificate_html
 from longstrand.report.drawing import Plot, inline_svg
 from longstrand.report.findings import Findings
+from longstrand.report.forms import forms_html
 from longstrand.report.guide import how_to_read, limits
 from longstrand.report.ledger import ledger_html
 from longstrand.report.run_folder import RunFolder
-from longstrand.report.tables import pairs, table, value_html
+from longstrand.report.tables import pairs, table
 from longstrand.series import Series
 from longstrand.wording import Unit, count, duration, interval, number, percent, size_bytes, tokens_range
 
@@ -31,7 +32,7 @@ def page_html(run: RunFolder, findings: Findings, unit: Unit, plots: Sequence[Pl
         _section("Loss by position", _positions(run, findings, unit, positions)),
         _section("Training", _training(loss, unit)),
         _section("Memory and speed", _memory_and_speed(run, steps)),
-        _section("Which implementation ran", _kernels(run)),
+        _section("Which implementation ran", forms_html(run.kernels)),
         _section("Certificate", certificate_html(run.certificate)),
         _section("The data", _ledger(run)),
         _section("How to read this", _list(how_to_read(unit, findings.control is not None))),
@@ -230,12 +231,6 @@ def _memory_and_speed(run: RunFolder, plot: Plot | None) -> str:
     if plot is not None:
         text += _figure(plot, "The run step by step", "What was recorded at each step.")
     return text
-
-
-def _kernels(run: RunFolder) -> str:
-    if run.kernels is None:
-        return ""
-    return "<p>Chosen once at the start; nothing falls back silently.</p>" + value_html(run.kernels)
 
 
 def _ledger(run: RunFolder) -> str:

@@ -15,14 +15,14 @@ from typing import Any, Literal
 import torch
 
 from longstrand.atomic import write_atomic
-from longstrand.config import KernelsSection, Recipe, Source, dump_toml, load_recipe
+from longstrand.config import Recipe, Source, dump_toml, load_recipe
 from longstrand.errors import UserError
 from longstrand.ops.native import use_native
 from longstrand.parallel import Mesh, by_first, one_process, together
 
 _BEFORE_A_RUN = re.compile(r"log(_rank[0-9]+)?\.txt|certificate\.json")
 _MESH = {f"parallel.{name}" for name in ("data", "context", "expert", "segments", "receive")}
-MAY_CHANGE = {"kernels.cpu", "memory.spool", "run.out", "train.steps", *_MESH}
+MAY_CHANGE = {"kernels.cpu", "kernels.require", "memory.spool", "run.out", "train.steps", *_MESH}
 """Settings that a resumed run may have otherwise than the run it goes on with; other kernels round otherwise, and so do
 sums over other ranks."""
 
@@ -129,7 +129,7 @@ def resolve_recipe(recipe: Recipe) -> Recipe:
                     "threads": recipe.run.threads or torch.get_num_threads(),
                 }
             ),
-            "kernels": KernelsSection(cpu=_kernels_taken(recipe)),
+            "kernels": recipe.kernels.model_copy(update={"cpu": _kernels_taken(recipe)}),
             "model": model.model_copy(
                 update={"path": _absolute(model.path), "config": _if_there(model.config)}
             ),
@@ -239,7 +239,8 @@ def _same_recipe(run: Path, given: Recipe, resolved: Recipe, started: Started) -
         )
     if given.kernels.cpu == "auto" and began.kernels.cpu != resolved.kernels.cpu:
         use_native(began.kernels.cpu)
-        resolved = resolved.model_copy(update={"kernels": began.kernels})
+        kernels = resolved.kernels.model_copy(update={"cpu": began.kernels.cpu})
+        resolved = resolved.model_copy(update={"kernels": kernels})
     old, new = _flat(began.model_dump()), _flat(resolved.model_dump())
     for name in sorted(old.keys() | new.keys()):
         if old.get(name) != new.get(name) and name not in MAY_CHANGE:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -15,12 +14,11 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from longstrand.atomic import write_atomic
 from longstrand.config import Recipe, TrainSection
 from longstrand.data import Data, Loader, Pack, open_data
 from longstrand.errors import CheckFailed, UserError
 from longstrand.memory import Levers, levers_of
-from longstrand.model import Model, kernels, load_model
+from longstrand.model import Model, load_model
 from longstrand.model.parallelize import parallelize
 from longstrand.ops.native import native_state
 from longstrand.parallel import Mesh, by_first, make_mesh, one_process, said_once, together
@@ -29,6 +27,7 @@ from longstrand.state import checkpoint_bytes, require_space
 from longstrand.train.dry_run import check_layout
 from longstrand.train.evaluation import evaluate_once, evaluation_packs
 from longstrand.train.fit import require_effect, require_vocabulary
+from longstrand.train.forms import forms_of, write_forms
 from longstrand.train.levers import check_levers, check_machine, check_spool, clean_spool
 from longstrand.train.metrics import Metrics, open_sinks
 from longstrand.train.optimizer import Optimizer, freeze_all_but, trained_names
@@ -66,7 +65,8 @@ def train(
 
     Raises:
         UserError: the recipe, its inputs or the folder cannot be used.
-        CheckFailed: a loss or gradient is not finite; the last checkpoint is kept.
+        CheckFailed: a loss or gradient is not finite; the last checkpoint is kept. Or, before the first step, an op
+            would not run in the form that `kernels.require` names.
         RunFailed: the disk does not take a file; the last checkpoint is kept.
         Stopped: SIGTERM or SIGINT came; the step was finished and saved.
     """
@@ -162,6 +162,7 @@ def spread(recipe: Recipe, prepared: Prepared, mesh: Mesh) -> Training:
 
     Raises:
         UserError: the model cannot be spread as `[parallel]` says.
+        CheckFailed: an op would not run in the form that `kernels.require` names.
         RunFailed: the ranks' spools have no room.
     """
     _describe_model(recipe, prepared)
@@ -181,6 +182,8 @@ def spread(recipe: Recipe, prepared: Prepared, mesh: Mesh) -> Training:
             segments=sizes.segments_per_rank,
             receive=sizes.receive_rows(recipe.memory.tile),
         )
+    with said_once(mesh.world, CheckFailed):
+        forms_of(recipe, model).require(recipe.kernels.require)
     check_machine(recipe, model)
     check_spool(recipe, model)
     optimizer = _optimizer(recipe, model, prepared.trained)
@@ -243,7 +246,7 @@ def _write_start(run: Path, recipe: Recipe, training: Training) -> None:
         require_space(run, training.tensors(), training.step + 1)
     write_recipe(run, recipe)
     write_ledger(run, training)
-    write_atomic(run / "kernels.json", json.dumps(kernels(training.model), indent=1))
+    write_forms(run, recipe, training.model)
 
 
 def _take_steps(run: _Run, training: Training) -> None:

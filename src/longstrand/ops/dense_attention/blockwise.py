@@ -9,10 +9,12 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from longstrand.ops.native import Op
 from longstrand.ops.precision import wide, wide_dtype
 from longstrand.ops.select import unseen
 
 POOL_BLOCK = 256
+DENSE = Op("dense_attention", "blockwise")
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,7 @@ def dense_attention(
 
     Transients: T x H x POOL_BLOCK x kpool scores.
     """
+    DENSE.in_kernel(q=q, latents=latents, kpool=kpool)
     peak = q.new_full(q.shape[:2], -torch.inf, dtype=wide_dtype(q.dtype))
     total = torch.zeros_like(peak)
     out = torch.zeros_like(q, dtype=peak.dtype)

@@ -8,9 +8,16 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from longstrand.ops.native import SUFFIX, call, has_kernel, require
+from longstrand.ops.native import SUFFIX, Op, call, refusal, require
 from longstrand.ops.precision import wide
 from longstrand.ops.swiglu import swiglu, swiglu_backward, swiglu_forward
+
+EXPERTS = Op(
+    "experts",
+    "grouped",
+    "experts_",
+    lambda x, ids, weights, gate_up, down: refusal(x, gate_up, down),
+)
 
 
 def experts(
@@ -25,7 +32,7 @@ def experts(
 
     An expert without tokens is skipped and its gradient is exactly zero. Transients: A x T x (2 D + 3 F) values.
     """
-    if has_kernel(x, gate_up, down):
+    if EXPERTS.in_kernel(x=x, ids=ids, weights=weights, gate_up=gate_up, down=down):
         return _NativeExperts.apply(x, ids, weights, gate_up, down, limit)
     order = ids.flatten().argsort(stable=True)
     counts = torch.bincount(ids.flatten().long(), minlength=len(gate_up)).tolist()

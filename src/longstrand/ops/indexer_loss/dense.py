@@ -8,8 +8,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from longstrand.ops.native import Op
 from longstrand.ops.select import pool_scores, unseen
 
+DENSE_LOSS = Op("dense_indexer_loss", "blockwise")
 Blocks = Callable[[], Iterator[tuple[slice, Tensor]]]
 
 
@@ -32,6 +34,7 @@ def dense_indexer_loss(
 
     Transients: a few T x POOL_BLOCK matrices; nothing of size [T, P].
     """
+    DENSE_LOSS.in_kernel(q=q, weights=weights, keys=keys, d_keys=d_keys)
     normaliser = q.new_full((len(q),), -torch.inf)
     for pools, _ in target_blocks():
         scores = _visible_scores(q, weights, keys, pools, first_pool, num_visible)

@@ -9,7 +9,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from longstrand.ops.native import Op
+
 GATHER_BYTES = 4 << 20
+SELECTED_LOSS = Op("selected_indexer_loss", "gathered")
 
 
 def selected_indexer_loss(
@@ -30,6 +33,7 @@ def selected_indexer_loss(
 
     Transients: GATHER_BYTES and a few blocks of scores.
     """
+    SELECTED_LOSS.in_kernel(q=q, weights=weights, keys=keys, d_keys=d_keys, pools=pools)
     total = mass.sum(-1, keepdim=True)
     target = torch.where(total > 0, mass / total, 0).to(q.dtype)
     return _SelectedLoss.apply(q, weights, keys, d_keys, pools, target)

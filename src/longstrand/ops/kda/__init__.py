@@ -1,8 +1,8 @@
 """Kimi delta attention: a gated delta rule with per-channel decay."""
 
-from longstrand.ops.kda.chunked import in_kernel, kda
-from longstrand.ops.kda.gate import log_decay
+from longstrand.ops.kda.chunked import CHUNK, KDA, kda
+from longstrand.ops.kda.gate import LOG_DECAY, log_decay
 from longstrand.ops.kda.reference import kda_reference, l2_normalise
 from longstrand.ops.kda.step import kda_step
 
-__all__ = ["in_kernel", "kda", "kda_reference", "kda_step", "l2_normalise", "log_decay"]
+__all__ = ["CHUNK", "KDA", "LOG_DECAY", "kda", "kda_reference", "kda_step", "l2_normalise", "log_decay"]

@@ -16,11 +16,12 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from longstrand.ops.kda.reference import l2_normalise
-from longstrand.ops.native import call, has_kernel, require
+from longstrand.ops.native import LANES, Op, call, refusal_of_any, require
 from longstrand.ops.precision import wide
 
 BLOCK = 8
 CHUNK = 2 * BLOCK
+KDA = Op("kda", "chunked", "kda_", lambda **inputs: refusal_of_any(*inputs.values()))  # each is widened
 
 
 def kda(
@@ -40,7 +41,7 @@ def kda(
 
     Source: Kimi Linear (arXiv 2510.26692), section 4; the triangular form is that of DeltaNet (arXiv 2406.06484).
     """
-    if in_kernel(q, k, v, g, beta, state):
+    if KDA.in_kernel(q=q, k=k, v=v, g=g, beta=beta, state=state):
         begins = None if first is None or not bool(first.any()) else first
         return _NativeKda.apply(*(wide(x) for x in (q, k, v, g, beta)), begins, wide(state))
     batch, length, heads, _ = q.shape
@@ -63,11 +64,6 @@ def kda(
     out = torch.matmul(q_in, states) + torch.matmul(scores, v_new)
     out = out.view(num_chunks, batch, heads, CHUNK, values).permute(1, 0, 3, 2, 4)
     return out.reshape(batch, num_chunks * CHUNK, heads, values)[:, :length], last.view_as(state)
-
-
-def in_kernel(*inputs: Tensor) -> bool:
-    """Whether `kda` runs in its kernel; their dtypes may differ, each is widened."""
-    return all(has_kernel(x) for x in inputs)
 
 
 class _UnitLowerInverse(torch.autograd.Function):
@@ -241,8 +237,8 @@ class _NativeKda(torch.autograd.Function):
         out, last = v.new_empty(batch, length, heads, value), torch.empty_like(state)
         states = v_new = None
         if any(ctx.needs_input_grad):
-            chunks, width = -(-length // CHUNK), -(-value // 16) * 16
-            states = v.new_empty(chunks, batch * heads, -(-key // 16) * 16, width)
+            chunks, width = -(-length // CHUNK), -(-value // LANES) * LANES
+            states = v.new_empty(chunks, batch * heads, -(-key // LANES) * LANES, width)
             v_new = v.new_empty(chunks, batch * heads, CHUNK, width)
         ctx.sizes = (batch, length, heads, key, value, *(x.stride(1) for x in (q, k, v, g)))
         call("kda_forward", q, k, v, g, beta, first, state, *ctx.sizes, out, last, states, v_new)

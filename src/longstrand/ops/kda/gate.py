@@ -8,8 +8,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from longstrand.ops.native import SUFFIX, call, has_kernel, require
+from longstrand.ops.native import SUFFIX, Op, call, refusal, require
 from longstrand.ops.precision import wide
+
+LOG_DECAY = Op("log_decay", "eager", "log_decay_", lambda raw, a_log, bias: refusal(raw))
 
 
 def log_decay(
@@ -19,7 +21,7 @@ def log_decay(
 
     Source: transformers `Glm5NextTextKimiDeltaAttention`.
     """
-    if has_kernel(raw):
+    if LOG_DECAY.in_kernel(raw=raw, a_log=a_log, bias=bias):
         return _NativeLogDecay.apply(raw, a_log, bias, lower_bound)
     shifted = wide(raw) + wide(bias).view_as(raw[(0,) * (raw.dim() - 2)])
     return lower_bound * torch.sigmoid(wide(a_log).exp()[:, None] * shifted)

@@ -9,10 +9,12 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from longstrand.ops.native import Op
 from longstrand.ops.precision import wide, wide_dtype
 
 TOKEN_BLOCK = 1024
 VOCABULARY_BLOCK = 16384
+LOGPROBS = Op("token_logprobs", "chunked")
 
 
 def token_logprobs(
@@ -23,6 +25,7 @@ def token_logprobs(
     The result does not depend on the block sizes beyond rounding. Transients: TOKEN_BLOCK x VOCABULARY_BLOCK values,
     and one float32 gradient of the weight.
     """
+    LOGPROBS.in_kernel(hidden=hidden, weight=weight)
     return _TokenLogprobs.apply(hidden, weight, targets)
 
 

@@ -13,11 +13,31 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from longstrand.ops.native import SUFFIX, call, has_kernel, require
+from longstrand.ops.native import LANES, SUFFIX, Op, call, refusal, require
 from longstrand.ops.precision import wide
 
 KERNEL_STREAMS = (1, 2, 3, 4)
 KERNEL_ITERATIONS = 64  # 2 x 64 - 1 passes, of which kernel.cpp keeps the divisors on its stack
+
+
+def _gather_refusal(x: Tensor, iterations: int, **weights: Tensor) -> str | None:
+    if iterations > KERNEL_ITERATIONS:
+        return refusal(x) or f"{iterations} iterations: the kernel takes up to {KERNEL_ITERATIONS}"
+    return _update_refusal(x)
+
+
+def _update_refusal(*tensors: Tensor) -> str | None:
+    streams = tensors[0].shape[1]
+    if streams not in KERNEL_STREAMS:
+        return (
+            refusal(*tensors)
+            or f"{streams} streams: the kernel takes {KERNEL_STREAMS[0]} to {KERNEL_STREAMS[-1]}"
+        )
+    return refusal(*tensors)
+
+
+GATHER = Op("mhc_gather", "fused", "mhc_gather_", _gather_refusal)
+UPDATE = Op("mhc_update", "fused", "mhc_update_", lambda x, out, post, comb: _update_refusal(x, out))
 
 
 def mhc_gather(
@@ -34,7 +54,8 @@ def mhc_gather(
 
     Saved for backward: the streams and about (39 R + 3 M) x T values; by the kernel (M + 1) x T.
     """
-    form = _NativeGather if in_kernel(x, streams=x.shape[1], iterations=iterations) else _Gather
+    native = GATHER.in_kernel(x=x, iterations=iterations, fn=fn, base=base, scale=scale)
+    form = _NativeGather if native else _Gather
     return form.apply(x, fn, base, scale, norm_eps, eps, iterations)
 
 
@@ -45,13 +66,8 @@ def mhc_update(
     comb: Float[Tensor, "T R R"],
 ) -> Float[Tensor, "T R D"]:
     """The streams after a sublayer; see `mhc_update_reference`."""
-    form = _NativeUpdate if in_kernel(x, out, streams=x.shape[1]) else _Update
+    form = _NativeUpdate if UPDATE.in_kernel(x=x, out=out, post=post, comb=comb) else _Update
     return form.apply(x, out, post, comb)
-
-
-def in_kernel(*tensors: Tensor, streams: int, iterations: int = 1) -> bool:
-    """Whether hyper-connections run in their kernel."""
-    return streams in KERNEL_STREAMS and iterations <= KERNEL_ITERATIONS and has_kernel(*tensors)
 
 
 class _Gather(torch.autograd.Function):
@@ -173,7 +189,7 @@ class _NativeGather(torch.autograd.Function):
         require((3,), torch.float32, scale=weights[2])
         h, post = x.new_empty(length, width), x.new_empty(length, streams, dtype=torch.float32)
         comb = x.new_empty(length, streams, streams, dtype=torch.float32)
-        saved = comb.new_empty(-(-length // 16), len(base) + 1, 16)
+        saved = comb.new_empty(-(-length // LANES), len(base) + 1, LANES)  # a token per lane
         sizes, passes = (streams, length, width), 2 * iterations - 1
         inputs = (x, *weights, *sizes, float(eps), float(norm_eps), passes)
         call(f"mhc_gather_forward_{SUFFIX[x.dtype]}", *inputs, h, post, comb, saved)  # type: ignore[arg-type]

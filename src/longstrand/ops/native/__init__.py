@@ -1,23 +1,34 @@
 """The CPU kernels: C++ sources beside each op, compiled once per machine and used where a model asks for them."""
 
+from longstrand.ops.native.forms import Given, Op, Watch, watched
 from longstrand.ops.native.library import (
+    LANES,
     SUFFIX,
     NativeState,
     call,
-    has_kernel,
+    name_of,
     native_state,
+    refusal,
+    refusal_of_any,
     require,
     require_contiguous,
     use_native,
 )
 
 __all__ = [
+    "LANES",
     "SUFFIX",
+    "Given",
     "NativeState",
+    "Op",
+    "Watch",
     "call",
-    "has_kernel",
+    "name_of",
     "native_state",
+    "refusal",
+    "refusal_of_any",
     "require",
     "require_contiguous",
     "use_native",
+    "watched",
 ]

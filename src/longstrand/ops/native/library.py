@@ -11,9 +11,14 @@ from torch import Tensor
 
 from longstrand.errors import UserError
 from longstrand.ops.native.build import CannotBuild, loaded_library
+from longstrand.ops.native.forms import tell_kernel
 
 Choice = Literal["auto", "native", "portable"]
 SUFFIX = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+LANES = 16  # values of a vector; see vector.h
+
+
+ASKED = "asked for"
 
 
 @dataclass(frozen=True)
@@ -41,17 +46,17 @@ def use_native(choice: Choice) -> NativeState:
         UserError: `native` was asked and cannot be had.
     """
     global _library, _state
-    _library, _state = None, NativeState(False, "asked for")
+    _library, _state = None, NativeState(False, ASKED)
     if choice == "portable":
         return _state
     try:
         _library = loaded_library()
     except CannotBuild as error:
+        _state = NativeState(False, str(error))
         if choice == "native":
             raise UserError(
                 f'kernels.cpu = "native": {error}; install a C++ compiler, or set kernels.cpu = "portable"'
             ) from None
-        _state = NativeState(False, str(error))
         return _state
     _state = NativeState(True, "compiled for this processor")
     return _state
@@ -62,14 +67,29 @@ def native_state() -> NativeState:
     return _state
 
 
-def has_kernel(*tensors: Tensor) -> bool:
-    """Whether these run in a CPU kernel: kernels in use, all on the CPU, all float32 or all bfloat16."""
+def refusal(*tensors: Tensor) -> str | None:
+    """Why no CPU kernel takes these together; None where one does: kernels in use, on the CPU, all of one dtype."""
     first = tensors[0].dtype
-    return (
-        _library is not None
-        and first in SUFFIX
-        and all(t.dtype == first and t.device.type == "cpu" for t in tensors)
-    )
+    for tensor in tensors:
+        if tensor.device.type != "cpu":
+            return f"device is {tensor.device.type}: no kernel of ours"
+        if tensor.dtype != first:
+            return f"{name_of(first)} and {name_of(tensor.dtype)} together: a kernel takes one dtype"
+    if first not in SUFFIX:
+        return f"{name_of(first)} has no kernels"
+    if _library is None:
+        return "asked for portable" if _state.reason == ASKED else _state.reason
+    return None
+
+
+def refusal_of_any(*tensors: Tensor) -> str | None:
+    """The same for a kernel that takes each in a dtype of its own."""
+    return next(filter(None, map(refusal, tensors)), None)
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """As a recipe writes it."""
+    return str(dtype).removeprefix("torch.")
 
 
 def require(shape: tuple[int, ...], dtype: torch.dtype, **tensors: Tensor | None) -> None:
@@ -97,6 +117,7 @@ def call(name: str, *arguments: Tensor | float | int | None) -> None:
         name: the function; whole numbers go in as int64, other numbers as float32, None as a null pointer.
     """
     assert _library is not None, "use_native comes first"
+    tell_kernel(name)
     _library.set_kernel_threads(ctypes.c_int64(torch.get_num_threads()))
     getattr(_library, name)(*map(_argument, arguments))
 

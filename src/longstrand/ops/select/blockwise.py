@@ -7,12 +7,21 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from longstrand.ops.native import SUFFIX, call, has_kernel, require
+from longstrand.ops.native import SUFFIX, Op, call, refusal_of_any, require
 from longstrand.ops.precision import wide
 from longstrand.ops.select.reference import UNUSED
 
 ROW_BLOCK = 256
 POOL_BLOCK = 4096
+KERNEL_ROWS, KERNEL_POOLS = 4, 32  # ROWS and STEP of kernel.cpp: scored at once
+
+
+def _refusal(q: Tensor, weights: Tensor, keys: Tensor, num_selected: int) -> str | None:
+    """The keys may be bfloat16 where the queries are float32."""
+    return refusal_of_any(q, weights, keys)
+
+
+SELECT = Op("select_pools", "blockwise", "select_pools_", _refusal)
 
 
 def unseen(
@@ -57,7 +66,7 @@ def select_pools(
         ValueError: from the kernel, where a row sees pools that there are no keys for.
     """
     chosen = torch.empty(len(q), num_selected, dtype=torch.int32, device=q.device)
-    if in_kernel(q, weights, keys):
+    if SELECT.in_kernel(q=q, weights=weights, keys=keys, num_selected=num_selected):
         _select_in_kernel(q, weights, keys, first_pool, num_visible, chosen)
         return chosen
     for start in range(0, len(q), ROW_BLOCK):
@@ -66,11 +75,6 @@ def select_pools(
             q[rows], weights[rows], keys, first_pool[rows], num_visible[rows], num_selected
         )
     return chosen
-
-
-def in_kernel(*inputs: Tensor) -> bool:
-    """Whether `select_pools` runs in its kernel; the keys may be bfloat16 where the queries are float32."""
-    return all(has_kernel(x) for x in inputs)
 
 
 def _select_in_kernel(

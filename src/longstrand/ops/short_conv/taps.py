@@ -9,8 +9,10 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from longstrand.ops.native import SUFFIX, call, has_kernel, require
+from longstrand.ops.native import SUFFIX, Op, call, refusal, require
 from longstrand.ops.precision import wide
+
+SHORT_CONV = Op("short_conv", "taps", "short_conv_", lambda x, weight, tail: refusal(x, tail))
 
 
 def short_conv(
@@ -24,7 +26,7 @@ def short_conv(
     Computed in the weight's dtype (float32 or wider) and returned in that of x; a piece may be shorter than the
     window. Transients: 3 x B x T x C values.
     """
-    if has_kernel(x, tail):
+    if SHORT_CONV.in_kernel(x=x, weight=weight, tail=tail):
         return _NativeConv.apply(x, weight, tail, offsets)
     taps = weight.shape[1]
     joined = torch.cat([tail, x], dim=1)

@@ -9,11 +9,18 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from longstrand.ops.native import SUFFIX, call, has_kernel, require, require_contiguous
+from longstrand.ops.native import SUFFIX, Op, call, refusal, require, require_contiguous
 from longstrand.ops.precision import wide, wide_dtype
 
 GATHER_BYTES = 4 << 20
 """One block's gathered latents; above this they fall out of the cache (17 against 0.8 us/token, 1 thread)."""
+
+SPARSE = Op(
+    "sparse_attention",
+    "gathered",
+    "sparse_attention_",
+    lambda q, latents, d_latents, pools, kpool: refusal(q, latents),
+)
 
 
 def sparse_attention(
@@ -40,7 +47,8 @@ def sparse_attention(
     Transients: 2 x GATHER_BYTES and a few blocks of scores; the kernel's are 2 H ((I + 1) kpool + L) values for each of
     64 tokens.
     """
-    form = _NativeSparseAttention if has_kernel(q, latents) else _SparseAttention
+    native = SPARSE.in_kernel(q=q, latents=latents, d_latents=d_latents, pools=pools, kpool=kpool)
+    form = _NativeSparseAttention if native else _SparseAttention
     return form.apply(q, latents, d_latents, pools, slots, kpool, scale)
 
 
