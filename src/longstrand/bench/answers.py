@@ -93,13 +93,22 @@ def measure() -> list[dict[str, Any]]:
                 f"{mesh['data']} x {mesh['context']}, {mesh['expert']}",
                 gib(plan["device_bytes"]),
                 gib(plan["host"]["bytes"]),
+                gib(plan["files"]["bytes"]),
                 rate,
                 levers or "none",
                 question.published,
                 f"{seconds:.2f}",
             ]
         )
-    columns = ["question", "tokens", "devices", "data x context, expert", "GiB per device", "GiB per host"]
+    columns = [
+        "question",
+        "tokens",
+        "devices",
+        "data x context, expert",
+        "GiB per device",
+        "GiB per host",
+        "GiB in files",
+    ]
     columns += ["tokens/s", "levers", "published", "answered in, s"]
     records[-1]["table"] = {"columns": columns, "rows": rows}
     return records

@@ -114,8 +114,8 @@ def show_sweep(plans: Sequence[Plan], model: str, console: Console) -> None:
     """A row per length."""
     room = plans[0].room
     console.print(f"{model} on {room.num_devices} x {room.device.name}, {plans[0].job.dtype}", markup=False)
-    table = _table("", "length", "GiB per device", "GiB per host", "tokens/s", "levers")
-    for column in table.columns[:4]:
+    table = _table("", "length", "GiB per device", "GiB per host", "in files", "tokens/s", "levers")
+    for column in table.columns[:5]:
         column.justify = "right"
     for row in sweep_rows(plans):
         table.add_row(*map(escape, row))
@@ -125,13 +125,13 @@ def show_sweep(plans: Sequence[Plan], model: str, console: Console) -> None:
 
 
 def sweep_rows(plans: Iterable[Plan]) -> list[list[str]]:
-    """Length, memory of a device and a host, tokens per second, levers."""
+    """Length, memory of a device and a host, files of a host, tokens per second, levers."""
     rows = []
     for plan in plans:
         levers = ", ".join(setting(step) for step in plan.steps) or "none"
         rate = count(round(plan.seconds.tokens_per_second(plan.job))) if plan.fits else "does not fit"
-        host = gib(total(terms_in(plan, "host")))
-        rows.append([short_tokens(plan.job.length), gib(plan.memory.device_bytes), host, rate, levers])
+        host, files = (gib(total(terms_in(plan, place))) for place in ("host", "file"))
+        rows.append([short_tokens(plan.job.length), gib(plan.memory.device_bytes), host, files, rate, levers])
     return rows
 
 

@@ -29,6 +29,8 @@ COSTS = {
 
 def gib(num_bytes: float) -> str:
     """GiB (2^30 bytes) with three digits or more."""
+    if not num_bytes:
+        return "0"
     value = num_bytes / GIB
     return f"{value:,.1f}" if abs(value) >= 100 else f"{value:,.2f}" if abs(value) >= 1 else f"{value:.3f}"
 
