@@ -191,6 +191,20 @@ def test_a_written_recipe_loads_says_why_and_plans_the_same(call, tight, tmp_pat
     assert (tmp_path / "r.toml").read_text() == text
 
 
+@pytest.mark.parametrize(
+    ("groups", "indexer"), [("kda,mla", "frozen"), ("mla,indexer", "sparse"), ("indexer", "warmup")]
+)
+def test_groups_that_learn_are_written_as_a_recipe_must_say_them(call, groups, indexer):
+    asked = ("--model", "toy", "--length", "4k", "--trainable", groups)
+    some = json.loads(call(*asked, "--write", "r.toml", "--json").out)
+    recipe = load_recipe("r.toml")
+    assert (",".join(recipe.train.trainable), recipe.train.indexer) == (groups, indexer)
+    whole = json.loads(call("--model", "toy", "--length", "4k", "--json").out)
+    assert sum(t["bytes"] for t in some["phases"]["start"]) < sum(
+        t["bytes"] for t in whole["phases"]["start"]
+    )
+
+
 def test_a_recipe_that_fits_is_written_as_it_is(call, tmp_path):
     assert call("human_x_65k", "--set", "train.betas=[0.9, 0.99]", "--write", "same.toml").code == 0
     assert load_recipe("same.toml") == load_recipe("human_x_65k", ["train.betas=[0.9, 0.99]"])

@@ -86,17 +86,26 @@ def of_model(values: Values, *, needs_length: bool) -> Asked:
     dtype = values.dtype or _DTYPES[room.device.kind]
     if dtype not in ("float32", "bfloat16", "float64"):
         raise UserError(f"--dtype {dtype}: must be float32, bfloat16 or float64")
+    groups = _groups(values.trainable)
     job = Job(
         shape=found.shape,
         length=1024 if values.length is None else tokens_of("--length", values.length),
         sequences_per_step=values.sequences,
         dtype=dtype,  # type: ignore[arg-type]
-        trainable=_groups(values.trainable),
+        trainable=groups,
+        indexer=_indexer(groups),
         form=_form(room, "auto", dtype),
         data_skew=values.data_skew,
         threads=max(1, (os.cpu_count() or 1) // room.num_devices) if room.is_cpu else 1,
     )
     return Asked(job, room, found, None, values.this_host)
+
+
+def _indexer(groups: tuple[str, ...]) -> Literal["frozen", "warmup", "sparse"]:
+    """As a recipe must say where the indexer is named: it learns by a loss of its own."""
+    if "indexer" not in groups:
+        return "frozen"
+    return "warmup" if groups == ("indexer",) else "sparse"
 
 
 def _room(values: Values, world: int, spool: Path) -> Room:
