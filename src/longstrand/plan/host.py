@@ -216,7 +216,8 @@ def file_shortages(needs: HostNeeds, spool: Path, out: Path, keep: int) -> list[
 def check_host(job: Job, room: Room, *, num_sources: int, slack: float = 0.1) -> None:
     """Refuses a run that this host has clearly no room for; called before a run.
 
-    Disks are judged where their files are made: a spool's by its ranks, a checkpoint's before the first step.
+    Disks are judged where their files are made: a spool's by its ranks, a checkpoint's before the first step. Whether a
+    block can be pinned the driver says when it is registered (`memory/host.py`): some do not count it as locked.
 
     Args:
         slack: as in `shortages`; a run that would fit by a tenth less is let through.
@@ -225,8 +226,8 @@ def check_host(job: Job, room: Room, *, num_sources: int, slack: float = 0.1) ->
         UserError: each shortage with its numbers and a remedy.
     """
     machine = this_machine()
-    with_swap = replace(machine, memory_bytes=machine.memory_bytes + machine.swap_bytes)
-    refuse(shortages(host_needs(job, room, num_sources), with_swap, slack))
+    allowed = replace(machine, memory_bytes=machine.memory_bytes + machine.swap_bytes, locked_bytes=None)
+    refuse(shortages(host_needs(job, room, num_sources), allowed, slack))
 
 
 def refuse(found: Sequence[str]) -> None:
