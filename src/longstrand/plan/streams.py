@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import lru_cache
-
-from longstrand.config import MemorySection, ParallelSection
 from longstrand.plan.job import Job
 
 
@@ -34,13 +30,6 @@ def streams_at_once(num_layers: int, first: int, keep_every: int) -> int:
 
 def first_trained_layer(job: Job) -> int:
     """The lowest layer at which the walk back ends: 0 where the embedding learns, their number where none does."""
-    return _first_trained(
-        replace(job, length=1, sequences_per_step=1, memory=MemorySection(), parallel=ParallelSection())
-    )
-
-
-@lru_cache(maxsize=64)
-def _first_trained(job: Job) -> int:
     trained = [weight for weight in job.weights() if weight.trains]
     if any(weight.name.startswith("embed_tokens") for weight in trained):
         return 0
