@@ -13,9 +13,9 @@ from longstrand.checks.observing import SeenOp, describe
 from longstrand.model import Model
 from longstrand.model.forms import HEAD, Place, Plan, PlannedOp, Required, place_name, remedy_of
 from longstrand.model.given import Wanted
-from longstrand.model.hf import keeps_float32
 from longstrand.ops.native import name_of
 from longstrand.ops.precision import wide_dtype
+from longstrand.plan.parameters import keeps_float32
 
 _OTHER_OP = "run the model's own code: another one stands in its place"
 _OTHER_SIZE = "make the model of config.json as it is; nothing may pad or default a size"
