@@ -250,6 +250,19 @@ def test_nothing_is_written_for_what_does_not_fit(call, tmp_path):
     assert called.code == 3 and not (tmp_path / "r.toml").exists()
 
 
+def test_factors_of_finished_runs_change_the_seconds(call, tmp_path):
+    pytest.importorskip("longstrand.plan.calibrate")
+    asked = ("--model", "toy", "--length", "64k", "--json")
+    before = json.loads(call(*asked).out)["seconds"]
+    factors = {term["name"]: 2.0 for term in before["terms"]}
+    (tmp_path / "mine.json").write_text(json.dumps({"version": 1, "where": "here", "factors": factors}))
+    after = json.loads(call(*asked, "--calibrated", "mine.json").out)["seconds"]
+    assert after["total"] == pytest.approx(2 * before["total"], rel=0.01)
+    assert call(*asked, "--calibrated", "nowhere.json").code == 2
+    refused = call("--calibrate", "nowhere", "elsewhere")
+    assert refused.code == 2 and "nowhere" in refused.err
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [
