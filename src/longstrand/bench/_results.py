@@ -18,7 +18,7 @@ from rich.table import Table as RichTable
 
 RESULTS = Path("benchmarks/results")  # of `make figures`
 OWN = RESULTS / "own"  # of `longstrand bench`, at settings of one's own: never on a page
-PAGES = (Path("docs/performance.md"), Path("docs/parallel.md"), Path("docs/planner.md"))
+PAGES = tuple(Path(f"docs/{name}.md") for name in ("performance", "parallel", "planner", "probe"))
 _PLACE = re.compile(r"(<!-- table: (?P<name>[\w-]+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 
 Table = Mapping[str, Any]  # "columns": names; "rows": lists of text, one per column

@@ -8,7 +8,8 @@ import traceback
 import typer
 from pydantic import ValidationError
 
-from longstrand.cli import audit as audit  # adds its command to the app
+from longstrand.cli import audit as _audit  # noqa: F401 (brings its command)
+from longstrand.cli import probe as _probe  # noqa: F401 (brings its command)
 from longstrand.cli.commands import app
 from longstrand.errors import LongstrandError, RunFailed, UserError
 

@@ -116,6 +116,10 @@ class TextTokenizer:
         """The text of token ids, special tokens left out."""
         return str(self._tokenizer.decode(list(ids)))
 
+    def all_ids(self) -> list[int]:
+        """Ids of the whole vocabulary, special tokens among them, ascending."""
+        return sorted(set(self._tokenizer.get_vocab().values()))
+
     def cut_text(self, text: str, where: str) -> list[str]:
         """The pieces between the borders that the cut rule sets."""
         if self.cut is None:

@@ -2,11 +2,12 @@
 
 from longstrand.memory.levers import Levers, levers_of
 from longstrand.memory.prefix import prefix_of
-from longstrand.memory.protocol import ScanEnd, ScanLayer, SideLosses, TileGraph, Watch
+from longstrand.memory.protocol import ChoiceWatch, ScanEnd, ScanLayer, SideLosses, TileGraph, Watch
 from longstrand.memory.scan import scan_layers
 from longstrand.memory.tile_walk import TileWalk
 
 __all__ = [
+    "ChoiceWatch",
     "Levers",
     "ScanEnd",
     "ScanLayer",

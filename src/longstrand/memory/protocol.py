@@ -26,6 +26,19 @@ class Watch(Protocol):
         """To be added to the gradient of a layer's input, from position `at` of the pack on; several times for some."""
 
 
+@runtime_checkable
+class ChoiceWatch(Protocol):
+    """Sees what layers choose, for measurements."""
+
+    def chosen(self, layer: int, tile: Tile, choices: Choices) -> None:
+        """What a layer chose for a tile, once per pass, in its first walk over the tiles.
+
+        Args:
+            choices: `pools` [T, I], counted through the pack and -1 where fewer are visible (not filled in during
+                warm-up), and `experts` [T, A], where the layer has them; to be read within the call only.
+        """
+
+
 @dataclass
 class SideLosses:
     """What training asks of a pass beside the log-probabilities, and what the pass reports.
@@ -40,6 +53,7 @@ class SideLosses:
         indexer_kl: sum of the KL over rows and layers in nats, known after backward.
         aux: auxiliary loss of the pack (unscaled), known after backward.
         watch: what sees the pass, for checks.
+        choice_watch: what sees the choices of the pass, for measurements; it keeps the pass as it is.
     """
 
     indexer: Literal["frozen", "sparse", "warmup"] = "frozen"
@@ -50,6 +64,7 @@ class SideLosses:
     indexer_kl: float = 0.0
     aux: float = 0.0
     watch: Watch | None = None
+    choice_watch: ChoiceWatch | None = None
 
     def __post_init__(self) -> None:
         if self.indexer not in ("frozen", "sparse", "warmup"):

@@ -156,7 +156,7 @@ class SharedWalk(Walk):
                     if kept:
                         self.borders[index].push(layer.keep(carry))
                     y, carry = passage.forward_tile(tile, x, carry, rows, choose=True)
-                self._pass_on(index, tile, y, put)
+                self._pass_on(index, tile, y, rows, put)
                 del y  # else it lives through the next tile
         if kept and not keeps_graphs:
             passage.rest()
@@ -273,6 +273,8 @@ class _LayerBack:
                     assert self.middle is not None
                     dx, *self.parts[tile.index] = [_taken(leaf) for leaf in graph.front.leaves]
                     self.middle.write(tile, dx)
+                    del dx
+                del graph  # else its front lives through the next tile
 
     def to_the_input(self, hand_down: Callable[[Tile, Tensor], None]) -> None:
         """Every tile from the leaves of its front to its input."""
@@ -282,7 +284,7 @@ class _LayerBack:
                 front = self.fronts.pop(tile.index) if self.keeps == "graphs" else self._front(tile)
                 dx, d_carry = front.through(d_carry)
                 hand_down(tile, dx)
-                del dx  # else it lives through the next tile
+                del front, dx  # else they live through the next tile
             self.passage.entered(segment.number, d_carry)
         if self.own_stream is not None:
             self.own_stream.free()

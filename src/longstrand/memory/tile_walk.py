@@ -54,4 +54,6 @@ class TileWalk:
             choices = layer.new_choices(len(tile), x.device, choices)
             carry = self.carries[index]
             x, self.carries[index] = layer.forward_tile(x, tile, carry, choices, self.side, choose=True)
+            if self.side.choice_watch is not None:
+                self.side.choice_watch.chosen(index, tile, choices)
         return x.mean(dim=1)

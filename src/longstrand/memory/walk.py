@@ -114,16 +114,20 @@ class Walk:
                 if index in self.borders:
                     self.borders[index].push(layer.keep(carry))
                 y, carry = layer.forward_tile(x, tile, carry, rows, side, choose=True)
-            self._pass_on(index, tile, y, put)
+            self._pass_on(index, tile, y, rows, put)
             del y  # else it lives through the next tile
         self._idle_forward(index, kept=kept)
         if self.carries is not None:
             self.carries.append(carry)
         layer.free_weights()
 
-    def _pass_on(self, index: int, tile: Tile, y: Tensor, put: Callable[[Tile, Tensor], None]) -> None:
+    def _pass_on(
+        self, index: int, tile: Tile, y: Tensor, rows: Choices, put: Callable[[Tile, Tensor], None]
+    ) -> None:
         if self.side.watch is not None:
             self.side.watch.output(index, tile, y)
+        if self.side.choice_watch is not None:
+            self.side.choice_watch.chosen(index, tile, rows)
         put(tile, y)
 
     def _new_choices(self, index: int) -> Choices:

@@ -85,7 +85,7 @@ class LayerTape:
         join = len(tape.nodes)
         latents = None if self.is_kda else self._latents(ops, leaves.h)
         front = len(tape.nodes)
-        out = self._kda(ops, leaves.h) if self.is_kda else self._dsa(ops, leaves.h, latents)
+        out = self._kda(ops, leaves.h) if self.is_kda else self._dsa(ops, leaves.h, append=False)
         middle = ops.mhc_update(x, out, leaves.post, leaves.comb)
         tape.drop(out)
         y = self._feed_forward(ops, middle)
@@ -113,6 +113,15 @@ class LayerTape:
 
     def _kda(self, ops: Ops, h: Value) -> Value:
         """The mixer's output."""
+        rule = self._rule(ops, h)
+        out = ops.kda(*rule)
+        mixer = self._project(ops, h, out)
+        if not ops.tape.graph:  # otherwise the front holds them
+            ops.tape.drop(*rule, out)
+        return mixer
+
+    def _rule(self, ops: Ops, h: Value) -> tuple[Value, Value, Value]:
+        """q, k and v side by side, log decay and beta."""
         tape, shape, t, e = ops.tape, self.shape, self.t, self.s.e
         heads, key, width = shape.linear_num_heads, shape.linear_head_dim, self.width
         inner = heads * key
@@ -128,16 +137,17 @@ class LayerTape:
         (beta,) = tape.op([logits], [t * heads * self.s.w])
         tape.save(beta)
         tape.drop(logits, inputs)
-        out = ops.kda(mixed, g, beta)
-        first = ops.linear(h, width, key, "kda")
-        gate = ops.linear(first, key, inner, "kda")
-        tape.drop(first)
-        normed = ops.gated_rms_norm(out, gate, inner)
-        tape.drop(gate)
-        mixer = ops.linear(normed, inner, width, "kda")
-        tape.drop(normed)
-        if not tape.graph:  # otherwise the front holds them
-            tape.drop(mixed, g, beta, out)
+        return mixed, g, beta
+
+    def _project(self, ops: Ops, h: Value, out: Value) -> Value:
+        heads, key = self.shape.linear_num_heads, self.shape.linear_head_dim
+        first = ops.linear(h, self.width, key, "kda")
+        gate = ops.linear(first, key, heads * key, "kda")
+        ops.tape.drop(first)
+        normed = ops.gated_rms_norm(out, gate, heads * key)
+        ops.tape.drop(gate)
+        mixer = ops.linear(normed, heads * key, self.width, "kda")
+        ops.tape.drop(normed)
         return mixer
 
     def _latents(self, ops: Ops, h: Value) -> Value:
@@ -154,16 +164,17 @@ class LayerTape:
         # wk, its norm and the gates beside the joined rows; then the members twice, their shares and products
         ops.tape.at_once(max(3 * t * width * e + both, 2 * both + t * width * (2 * w + e)))
 
-    def _dsa(self, ops: Ops, h: Value, latents: Value | None = None) -> Value:
+    def _dsa(self, ops: Ops, h: Value, *, append: bool = True, gathered: bool = False) -> Value:
         """The mixer's output.
 
         Args:
-            latents: of the front, where a tile is recomputed; then pools are those of the first pass.
+            append: whether the tile's latents and pools are made here.
+            gathered: whether ranks have gathered them, so that pools are looked up.
         """
         tape, shape, t, e = ops.tape, self.shape, self.t, self.s.e
         heads, rank, latent = shape.num_attention_heads, shape.q_lora_rank, shape.kv_lora_rank
         queries, values = heads * shape.qk_nope_head_dim, heads * shape.v_head_dim
-        if latents is None:
+        if append:
             latents = self._latents(ops, h)
             if self.has_indexer:
                 self._complete_pools(ops)
@@ -179,7 +190,7 @@ class LayerTape:
         tape.drop(q)
         (absorbed,) = tape.op([by_head], [t * heads * latent * e], shares=True)
         tape.drop(by_head)
-        out, mass = ops.sparse_attention(absorbed)
+        out, mass = ops.sparse_attention(absorbed, gathered=gathered)
         tape.drop(absorbed)
         (by_head,) = tape.op([out], [t * values * e], saves=[out], learns=weight)
         (flat,) = tape.op([by_head], [t * values * e], shares=True)

@@ -154,21 +154,29 @@ class Ops:
         (y,) = self.tape.op([x], [size * self.e], kept=joined * 1 + size * self.w, work=work, back=back)
         return y
 
-    def kda(self, mixed: Value, g: Value, beta: Value) -> Value:
-        """The recurrence over a tile, from q, k, v side by side; the gradient of q, k, v is put together again."""
+    def kda(
+        self, mixed: Value, g: Value, beta: Value, *, summary: bool = False, state_only: bool = False
+    ) -> Value:
+        """The recurrence over a tile, from q, k, v side by side, whose gradient is put together again.
+
+        Args:
+            summary: over the state [A | B] with the values [0 | v]: twice the value width.
+            state_only: only the state has a gradient, whose way back is walked twice.
+        """
         heads, key, t = self.shape.linear_num_heads, self.shape.linear_head_dim, self.t
-        inner, chunks = heads * key, -(-t // CHUNK)
-        out = t * inner * self.w
+        inner, chunks, graph = heads * key, -(-t // CHUNK), self.tape.graph
+        joined = 2 * t * inner * self.e * summary
+        out = t * inner * self.w * (1 + summary)
+        inputs = [] if state_only else [mixed, g, beta]
         if self.s.native:
             padded = -(-key // 16) * 16
-            copies = 3 * t * inner * self.w * self.s.narrow
-            states = chunks * heads * (padded * padded + CHUNK * padded) * self.w
-            # dq, dk, dv wide, and the rows of each put together
-            back = 3 * t * inner * self.w
-            (y,) = self.tape.op(
-                [mixed, g, beta], [out], saves=[mixed, g, beta] if not self.s.narrow else [g, beta],
-                kept=copies + states * self.tape.graph, back=back,
-            )  # fmt: skip
+            copies = (3 + summary) * t * inner * self.w * self.s.narrow
+            states = chunks * heads * (padded * padded + CHUNK * padded) * self.w * graph
+            saves = [g, beta] if self.s.narrow else [mixed, g, beta]
+            # dq, dk and dv, wide; alone with the state's, all of them for a moment
+            back = t * (4 * inner + heads) * self.w if state_only else 3 * t * inner * self.w
+            kept = copies + states
+            (y,) = self.tape.op(inputs, [out], saves=saves, kept=kept, work=joined, back=back)
             return y
         per = self._chunked()
         (y,) = self.tape.op(
@@ -193,12 +201,18 @@ class Ops:
         rows = min(t, ROW_BLOCK)
         self.tape.at_once(chosen + rows * (POOL_BLOCK + selected) * (4 * self.w + 24))
 
-    def sparse_attention(self, q: Value) -> tuple[Value, Value]:
-        """Latent outputs and the mass of each selected pool."""
+    def sparse_attention(self, q: Value, *, gathered: bool) -> tuple[Value, Value]:
+        """Latent outputs and the mass of each selected pool.
+
+        Args:
+            gathered: pools are looked up first: ids of 4 bytes, over a mask, two copies of 8 and one of 4.
+        """
         shape, t = self.shape, self.t
         size = t * shape.num_attention_heads * shape.kv_lora_rank * self.e
         selected = shape.index_topk // shape.index_kpool
         mass = t * selected * self.w
+        looked_up = t * selected * 4 * gathered
+        self.tape.at_once(t * selected * 21 * gathered)
         work = back = 0
         if not self.s.native:
             tokens = (selected + 1) * shape.index_kpool
@@ -207,7 +221,7 @@ class Ops:
             scores = rows * shape.num_attention_heads * tokens * self.w
             work = rows * per_query + 3 * scores
             back = rows * per_query * (2 + self.w // self.e) + 5 * scores
-        out, masses = self.tape.op([q], [size, mass], saves=[q], kept=0, work=work, back=back)
+        out, masses = self.tape.op([q], [size, mass], saves=[q], kept=looked_up, work=work, back=back)
         masses.grad_bytes = 0
         return out, masses
 

@@ -1,0 +1,112 @@
+"""A layer's tile where ranks share a pack: each way in two passes, as the passages of `model/` compute it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from longstrand.plan.layers import LayerTape, Site
+from longstrand.plan.ops import Ops
+from longstrand.plan.tape import Tape, Value
+
+
+class Middle(NamedTuple):
+    """The first stage of a tile's way back.
+
+    Attributes:
+        most: at once.
+        left: what stays of the tile until the second stage, beside its row of the middle stream.
+    """
+
+    most: int
+    left: int
+
+
+class SharedLayerTape(LayerTape):
+    """One layer on tiles of a rank that shares its pack."""
+
+    def meet(self) -> int:
+        """Most that lives in the first pass forward; nothing of it stays."""
+        tape = Tape(graph=False)
+        ops = Ops(tape, self.s, self.t)
+        self._meet(ops, self._enter(ops, self._input(tape)))
+        return tape.most
+
+    def meet_keeping(self) -> int:
+        """What `keep_fronts` keeps of a tile from the first pass forward to the second."""
+        tape = Tape(graph=False)
+        ops = Ops(tape, self.s, self.t)
+        site = self._enter(ops, self._input(tape))
+        if self.is_kda:
+            self._rule(ops, site.h)
+        return tape.live
+
+    def forward(self) -> int:
+        """Most that lives in the second pass forward, the output included."""
+        tape = Tape(graph=False)
+        ops = Ops(tape, self.s, self.t)
+        x = self._input(tape)
+        site = self._enter(ops, x)
+        out = self._kda(ops, site.h) if self.is_kda else self._dsa(ops, site.h, append=False, gathered=True)
+        self._feed_forward(ops, ops.mhc_update(x, out, site.post, site.comb))
+        return tape.most
+
+    def to_the_middle(self) -> Middle:
+        """From a tile's output to the leaves of its front, which is computed without a graph."""
+        tape = Tape()
+        ops = Ops(tape, self.s, self.t)
+        x = self._input(tape)
+        tape.graph = False
+        site = self._enter(ops, x)
+        rule = self._rule(ops, site.h) if self.is_kda else (self._latents(ops, site.h),)
+        tape.graph = True
+        leaves = Site(tape.leaf(site.h), tape.leaf(site.post), tape.leaf(site.comb))
+        recurred = len(tape.nodes)
+        out = ops.kda(*rule, state_only=True) if len(rule) == 3 else None
+        rest = len(tape.nodes)
+        grown = tape.leaf(out) if out is not None else None
+        mixer = self._project(ops, leaves.h, grown) if grown is not None else self._attend(ops, leaves.h)
+        middle = ops.mhc_update(x, mixer, leaves.post, leaves.comb)
+        tape.drop(mixer)
+        y = self._feed_forward(ops, middle)
+        tape.drop(middle)
+        tape.give(y, 0)
+        tape.walk_back(rest)
+        if out is not None and grown is not None:
+            out.grad = grown.grad
+            tape.at_once(tape.nodes[recurred].back)
+        left = sum(part.grad.num_bytes for part in (leaves.h, leaves.post, leaves.comb) if part.grad)
+        return Middle(tape.most, left + (grown.grad.num_bytes if grown is not None and grown.grad else 0))
+
+    def to_the_input(self) -> int:
+        """From the leaves, whose gradients are there, to the gradient of the tile's input."""
+        tape = Tape()
+        ops = Ops(tape, self.s, self.t)
+        x = self._input(tape)
+        site = self._enter(ops, x)
+        leaves = Site(tape.leaf(site.h), tape.leaf(site.post), tape.leaf(site.comb))
+        front = len(tape.nodes)
+        if self.is_kda:
+            found = ops.kda(*self._rule(ops, leaves.h))
+            tape.give(found, 0)
+        else:
+            found = self._latents(ops, leaves.h)
+            tape.give(found)
+            tape.at_once(self.t * self.shape.kv_lora_rank * self.s.w * self.s.narrow)
+        for leaf in (leaves.h, leaves.post, leaves.comb):
+            tape.give(leaf, 0)
+        tape.walk_back(front)
+        for value, leaf in ((site.h, leaves.h), (site.post, leaves.post), (site.comb, leaves.comb)):
+            value.grad = leaf.grad
+        tape.walk_back()
+        return tape.most
+
+    def _attend(self, ops: Ops, h: Value) -> Value:
+        return self._dsa(ops, h, append=False, gathered=True)
+
+    def _meet(self, ops: Ops, site: Site) -> None:
+        if self.is_kda:
+            ops.kda(*self._rule(ops, site.h), summary=True)
+        else:
+            self._latents(ops, site.h)
+            if self.has_indexer:
+                self._complete_pools(ops)
