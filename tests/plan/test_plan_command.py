@@ -150,6 +150,13 @@ def test_a_recipe_for_this_machine_is_judged_by_it(call):
     assert called.code == 3
 
 
+def test_this_host_is_judged_for_a_model_too(call, tight):
+    called = call("--model", "toy", "--device", tight, "--length", "64k", "--this-host")
+    assert called.code == 0 and "this host" in called.out and "open files per rank" in called.out
+    elsewhere = call("--model", "toy", "--device", tight, "--length", "64k")
+    assert "this host" not in elsewhere.out and "not given (--host-memory)" in elsewhere.out
+
+
 def test_the_longest_sequence_and_the_fewest_devices(call, tight):
     longest = call(
         "--model", "toy", "--device", tight, "--fit", "length", "--host-memory", "4", "--host-disk", "0"
