@@ -16,8 +16,8 @@ from longstrand.plan.streams import first_trained_layer, streams_at_once
 from longstrand.plan.terms import Memory, Place
 
 TILES = tuple(2**power for power in range(7, 16))
-BASE_TILE = {"cpu": 1024, "gpu": 16384}
-"""Of a plan without levers: a GPU starts fewer operations with a large one, a CPU holds a small one in its caches."""
+BASE_TILES = {"cpu": (1024,), "gpu": (4096, 2048, 8192, 16384)}
+"""Of a plan without levers, the fastest; the first of equals. On a CPU that is 1,024 (docs/performance.md)."""
 
 
 @dataclass(frozen=True)
@@ -121,17 +121,19 @@ def without_levers(job: Job, room: Room) -> Job:
     """The job on all devices with every lever off.
 
     Of the ranks as many as there are sequences per step compute sequences of their own, the others share them.
-    Experts lie on all ranks of one host, or whole on each, as is faster.
+    Experts lie on all ranks of one host, or whole on each, as is faster; so the tile is chosen too.
     """
     off = {"recompute": True, "keep_fronts": False, "keep_every": 1, "offload": "none", "spool": None}
     data = gcd(room.num_devices, job.sequences_per_step)
     parallel = ParallelSection(data=data, context=room.num_devices // data)
-    tile = min(BASE_TILE[room.device.kind], _power_up(-(-job.length // parallel.context)))
+    most = _power_up(-(-job.length // parallel.context))
     optimizer = "host" if room.optimizer == "host" else "device"
-    memory = job.memory.model_copy(update={**off, "optimizer": optimizer, "tile": tile})
+    memory = job.memory.model_copy(update={**off, "optimizer": optimizer})
     plain = replace(job, memory=memory, parallel=parallel)
     near = [size for size in _expert_sizes(plain) if size <= room.ranks_per_host]
-    return _fastest([_with_experts(plain, size) for size in sorted({near[0], near[-1]})], room)
+    tiles = dict.fromkeys(min(tile, most) for tile in BASE_TILES[room.device.kind])
+    spread = _fastest([_with_experts(plain, size) for size in sorted({near[0], near[-1]})], room)
+    return _fastest([_memory_setter("tile")(spread, tile) for tile in tiles], room)
 
 
 def _fastest(jobs: list[Job], room: Room) -> Job:
