@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from longstrand.errors import UserError
 from longstrand.plan.job import Job
-from longstrand.plan.room import Room, missing
+from longstrand.plan.room import Room, missing, room_left
 from longstrand.plan.search import Plan, levers_for, reach, search, without_levers
 
 LENGTHS = 1024
@@ -42,7 +41,7 @@ def longest_sequence(job: Job, room: Room) -> Longest | None:
         return None
     found, levers = LENGTHS, _reached(job, room, LONGEST)
     while True:
-        longer = _bisected(found, LONGEST, _fits_with(levers, room))
+        longer = _longest_with(levers, room, found)
         if longer >= LONGEST:
             return Longest(search(replace(job, length=longer), room), None)
         levers = _reached(job, room, longer + LENGTHS)
@@ -105,24 +104,32 @@ def _reached(job: Job, room: Room, length: int) -> Job:
     return reach(base, room, levers_for(base, room))
 
 
-def _fits_with(levers: Job, room: Room) -> Callable[[int], bool]:
-    def fits(length: int) -> bool:
-        return not missing(replace(levers, length=length), room)
+def _longest_with(levers: Job, room: Room, fitting: int) -> int:
+    """The largest multiple of `LENGTHS` that fits with these levers; `fitting` does, perhaps with others.
 
-    return fits
+    Bytes grow nearly in proportion to the length: where the line from one end to the other meets the limit is close,
+    and steps from there that grow eightfold soon have the answer between them.
+    """
 
+    def left(length: int) -> int:
+        return room_left(replace(levers, length=length), room)
 
-def _bisected(fitting: int, limit: int, fits: Callable[[int], bool]) -> int:
-    """The largest multiple of `LENGTHS` that fits, from one that does (with other levers perhaps) to the limit."""
-    low, high = fitting, fitting
-    while high < limit:
-        high = min(2 * high, limit)
-        if not fits(high):
+    at_low, at_high = left(fitting), left(LONGEST)
+    if at_high >= 0:
+        return LONGEST
+    part = max(at_low, 0) / (max(at_low, 0) - at_high)
+    guess = fitting + int((LONGEST - fitting) * part) // LENGTHS * LENGTHS
+    low, high, step = fitting, LONGEST, LENGTHS
+    upward = left(guess) >= 0
+    while low < guess < high:
+        if left(guess) >= 0:
+            low = guess
+        else:
+            high = guess
+        if (left(guess) >= 0) != upward:
             break
-        low = high
-    else:
-        return limit
+        guess, step = (guess + step, 8 * step) if upward else (guess - step, 8 * step)
     while high - low > LENGTHS:
         middle = (low + high) // 2 // LENGTHS * LENGTHS
-        low, high = (middle, high) if fits(middle) else (low, middle)
+        low, high = (middle, high) if left(middle) >= 0 else (low, middle)
     return low

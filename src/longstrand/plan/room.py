@@ -110,10 +110,18 @@ def needed(job: Job, room: Room, place: Place) -> int:
 
 def missing(job: Job, room: Room) -> dict[Place, int]:
     """Bytes over each limit that is exceeded; empty: the job fits."""
+    return {place: -left for place, left in _left(job, room).items() if left < 0}
+
+
+def room_left(job: Job, room: Room) -> int:
+    """Bytes to the nearest limit; less than 0: to the one that is exceeded most."""
+    return min(_left(job, room).values(), default=0)
+
+
+def _left(job: Job, room: Room) -> dict[Place, int]:
     places: tuple[Place, ...] = ("device", "file") if room.is_cpu else ("device", "host", "file")
-    over: dict[Place, int] = {}
-    for place in places:
-        limit = room.limit(place)
-        if limit is not None and (excess := needed(job, room, place) - limit) > 0:
-            over[place] = excess
-    return over
+    return {
+        place: limit - needed(job, room, place)
+        for place in places
+        if (limit := room.limit(place)) is not None
+    }
