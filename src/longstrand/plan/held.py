@@ -26,7 +26,8 @@ class Held:
 
     def take(self, name: str, num_bytes: int | None = None) -> None:
         """Takes away some bytes of a name, or all."""
-        self.now[name] -= self.now[name] if num_bytes is None else num_bytes
+        held = self.now.get(name, 0)
+        self.now[name] = 0 if num_bytes is None else held - num_bytes
         assert self.now[name] >= 0, name
 
     def at_once(self, more: Mapping[str, int] | None = None) -> None:

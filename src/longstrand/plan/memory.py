@@ -5,14 +5,15 @@ from __future__ import annotations
 from functools import cache
 
 from longstrand.plan.job import Job
+from longstrand.plan.sizes import Sizes
 from longstrand.plan.terms import Memory, Term
-from longstrand.plan.walk import WalkSizes, walk_step
+from longstrand.plan.walk import walk_step
 
 
 @cache
 def plan_memory(job: Job) -> Memory:
     """What one rank of a job holds: on its device by phase, on its host and in files for the whole step."""
-    sizes = WalkSizes(job)
+    sizes = Sizes(job)
     peaks = walk_step(sizes)
     phases = {
         phase: tuple(

@@ -1,221 +1,216 @@
-"""One step of a rank, walked layer by layer as `memory/walk.py` walks it, with sizes in place of tensors."""
+"""One step of a rank, walked layer by layer as `memory/walk.py` and `shared_walk.py` do, with sizes for tensors."""
 
 from __future__ import annotations
 
-from functools import cache, cached_property
-
-from longstrand.architecture import KDA
 from longstrand.plan.held import Held
-from longstrand.plan.job import Job
-from longstrand.plan.layers import HeadTape, LayerTape
-from longstrand.plan.ops import Settings
+from longstrand.plan.sizes import Sizes
 
-TILE = "a tile in work"
+TILE, PACK = "a tile in work", "pack"
 INPUTS, MEAN, CHOICES, BORDERS = "layer inputs", "last mean", "choices", "carries at tile borders"
 BUFFERS, D_BUFFERS = "latents and pool keys", "their gradients"
-PACK = "pack"
+MAPS, MIDDLE, FRONTS = "KDA's maps and states", "between a layer's two stages", "fronts"
+GATHERED, D_GATHERED = "one layer's weights, gathered", "their gradients before they are summed"
+ROOT, D_ROOT = "embedding and head, gathered", "gradients of embedding and head, gathered"
+WEIGHTS, GRADIENTS = "weights", "gradients"
+MOMENTS, COPIES = "moments", "float32 copies"
+POOL_ROWS = "where each pool lies"
+GRAPHS = "kept activations"
 
 
-class WalkSizes:
-    """What the pieces of a job's walk take, in bytes."""
-
-    def __init__(self, job: Job) -> None:
-        self.job, self.shape = job, job.shape
-        self.settings = Settings.of(job)
-        self.e, self.w = job.itemsize, job.wide
-        self.tokens = job.length
-        self.tile = min(job.memory.tile, self.tokens)
-        self.num_layers = self.shape.num_hidden_layers
-        self.weights = job.weights()
-
-    @property
-    def num_tiles(self) -> int:
-        return -(-self.tokens // self.tile)
-
-    @cached_property
-    def first(self) -> int:
-        """The lowest layer that is walked back."""
-        if any(each.trains and each.layer is None and each.name.startswith("embed") for each in self.weights):
-            return 0
-        trained = [each.layer for each in self.weights if each.trains and each.layer is not None]
-        return min(trained, default=self.num_layers)
-
-    @property
-    def stream(self) -> int:
-        """One stream of layer inputs."""
-        return self.tokens * self.shape.hc_mult * self.shape.hidden_size * self.e
-
-    @property
-    def mean(self) -> int:
-        return self.tokens * self.shape.hidden_size * self.e
-
-    def is_kda(self, layer: int) -> bool:
-        return self.shape.layer_types[layer] == KDA
-
-    def selects(self, layer: int) -> bool:
-        return not self.is_kda(layer) and self.shape.indexer_types[layer] == "full"
-
-    def choices(self, layer: int) -> int:
-        """Pool ids of 4 bytes, expert ids of 1 or 2."""
-        per_token = 0
-        if self.selects(layer):
-            per_token += self.shape.index_topk // self.shape.index_kpool * 4
-        if self.shape.mlp_layer_types[layer] == "sparse":
-            per_token += self.shape.num_experts_per_tok * (1 if self.shape.n_routed_experts <= 256 else 2)
-        return per_token * self.tokens
-
-    def border(self, layer: int) -> int:
-        """A carry at a tile's border: the convolution's last inputs and the state; a DSA layer keeps none."""
-        if not self.is_kda(layer):
-            return 0
-        inner = self.shape.linear_num_heads * self.shape.linear_head_dim
-        return (
-            self.shape.linear_conv_kernel_dim - 1
-        ) * 3 * inner * self.e + inner * self.shape.linear_head_dim * self.w
-
-    @property
-    def pools(self) -> int:
-        return -(-self.tokens // self.shape.index_kpool)
-
-    def buffers(self, layer: int) -> int:
-        """Latents of all tokens and the keys of their pools."""
-        if self.is_kda(layer):
-            return 0
-        slots = self.pools * self.shape.index_kpool
-        return (
-            slots * self.shape.kv_lora_rank + self.pools * self.shape.index_head_dim * self.selects(layer)
-        ) * self.e
-
-    def d_buffers(self, layer: int) -> int:
-        return self.buffers(layer) // self.e * self.w
-
-    def tails(self, layer: int) -> int:
-        """Keys and gates of the open pool at each tile's border."""
-        return (
-            self.num_tiles
-            * (self.shape.index_kpool - 1)
-            * 2
-            * self.shape.index_head_dim
-            * self.e
-            * self.selects(layer)
-        )
-
-    def gradients(self, layer: int | None) -> int:
-        """Of a layer's trained weights, or of what is no layer's."""
-        return sum(each.num_values * self.w for each in self.weights if each.trains and each.layer == layer)
-
-    def graph(self, layer: int) -> tuple[int, int]:
-        """What a tile's graph keeps, and the most until its input's gradient is there."""
-        return _graph(self.settings, self.kind(layer), self.tile)
-
-    def forward(self, layer: int) -> int:
-        return _forward(self.settings, self.kind(layer), self.tile)
-
-    def kind(self, layer: int) -> int:
-        """The first layer of the same kind."""
-
-        def of(index: int) -> tuple[str, str, bool]:
-            return self.shape.layer_types[index], self.shape.mlp_layer_types[index], self.selects(index)
-
-        return next(index for index in range(self.num_layers) if of(index) == of(layer))
-
-    @property
-    def positions(self) -> int:
-        """A tile's offsets, slots and what it sees, 8 bytes each."""
-        return 32 * self.tile
-
-
-@cache
-def _graph(settings: Settings, layer: int, tokens: int) -> tuple[int, int]:
-    return LayerTape(settings, layer, tokens).backward()
-
-
-@cache
-def _forward(settings: Settings, layer: int, tokens: int) -> int:
-    return LayerTape(settings, layer, tokens).forward()
-
-
-def walk_step(sizes: WalkSizes) -> dict[str, dict[str, int]]:
+def walk_step(sizes: Sizes) -> dict[str, dict[str, int]]:
     """What is held at the peak of each phase."""
-    held = Held()
-    _start(held, sizes)
-    passes = min(sizes.job.passes, 2)  # from the second one on all gradients are there
-    for number in range(passes):
-        _forward_pass(held, sizes)
-        _backward_pass(held, sizes, first=number == 0)
-    held.phase("optimizer")
-    return held.peaks
+    walk = _Walk(sizes)
+    walk.start()
+    for number in range(min(sizes.job.passes, 2)):  # from the second one on all gradients are there
+        walk.forward()
+        walk.backward(first=number == 0)
+    walk.held.phase("optimizer")
+    return walk.held.peaks
 
 
-def _start(held: Held, sizes: WalkSizes) -> None:
-    held.phase("start")
-    held.add("weights", sum(each.num_bytes for each in sizes.weights))
-    trained = [each for each in sizes.weights if each.trains]
-    held.add("moments", 2 * sum(each.num_values for each in trained) * sizes.w)
-    held.add("float32 copies", sum(each.num_values * 4 for each in trained if each.itemsize < 4))
-    held.add(PACK, 20 * sizes.tokens * sizes.job.sequences_per_step)
+class _Walk:
+    def __init__(self, sizes: Sizes) -> None:
+        self.s, self.held, self.job = sizes, Held(), sizes.job
+        self.memory = sizes.job.memory
+        self.last = sizes.num_layers - 1
+        self.inputs: set[int] = set()
+        starts = range(sizes.first, sizes.num_layers, self.memory.keep_every)
+        self.kept = {*starts, *range(starts[-1], sizes.num_layers)} - {0} if starts else set[int]()
 
+    def start(self) -> None:
+        """Weights, what the optimizer keeps, and the step's sequences, all of them on every rank."""
+        held, s = self.held, self.s
+        held.phase("start")
+        held.add(WEIGHTS, sum(s.part(each) * each.itemsize for each in s.weights))
+        trained = [each for each in s.weights if each.trains]
+        if self.memory.optimizer == "device":
+            held.add(MOMENTS, 2 * sum(map(s.part, trained)) * s.w)
+            held.add(COPIES, 4 * sum(s.part(each) for each in trained if each.itemsize < 4))
+        held.add(PACK, 20 * self.job.length * self.job.sequences_per_step)
 
-def _forward_pass(held: Held, sizes: WalkSizes) -> None:
-    held.phase("forward")
-    held.add(PACK, sizes.w * sizes.tokens)  # the output
-    held.add(MEAN, sizes.mean)
-    kept = _kept(sizes)
-    running = False
-    for layer in range(sizes.num_layers):
-        on_the_way = layer < sizes.num_layers - 1
-        above_is_kept = layer + 1 in kept
-        held.add(CHOICES, sizes.choices(layer))
-        held.add(BUFFERS, sizes.buffers(layer))
-        reuses = running and layer not in kept and layer > 0
-        if layer >= sizes.first:
-            held.add(BORDERS, sizes.border(layer) * sizes.num_tiles)
-        if on_the_way and not reuses:
-            held.add(INPUTS, sizes.stream)
-        work = sizes.forward(layer) + sizes.positions
-        if layer == 0:
-            work += sizes.tile * sizes.shape.hc_mult * sizes.shape.hidden_size * sizes.e
-        held.at_once({TILE: work})
-        if not on_the_way:
-            y = sizes.tile * sizes.shape.hc_mult * sizes.shape.hidden_size * sizes.e
-            head = HeadTape(sizes.settings, sizes.tile).forward()
-            held.at_once({TILE: y + head + sizes.positions})
+    def forward(self) -> None:
+        """The pass there; what backward needs stays."""
+        held, s = self.held, self.s
+        held.phase("forward")
+        self._gather(None, ROOT)
+        held.add(PACK, s.w * self.job.length)  # the output
+        if s.shared:
+            held.add(POOL_ROWS, 8 * s.pools())
+        held.add(MEAN, s.mean)
+        running = False  # a stream that no one keeps: the next layer writes over what it reads
+        for layer in range(s.num_layers):
+            held.add(CHOICES, s.choices(layer))
+            if layer >= s.first and self.memory.recompute:
+                held.add(BORDERS, s.border(layer) * s.num_tiles)
+            if layer in self.kept:
+                self.inputs.add(layer)
+                running = False
+            if layer < self.last and not running:
+                held.add(INPUTS, s.stream(s.tokens))
+                running = True
+            self._layer_forward(layer)
+        if running and self.last not in self.inputs:
+            held.take(INPUTS, s.stream(s.tokens))
+        held.take(ROOT)
+        held.at_once({PACK: 24 * self.job.length})
+
+    def _layer_forward(self, layer: int, *, again: bool = False) -> None:
+        """One walk over a layer's tiles; again where its output was not kept."""
+        held, s = self.held, self.s
+        self._gather(layer, GATHERED)
+        if s.shared:
+            self._meet(layer, keeps=not again)
+        else:
+            held.add(BUFFERS, s.buffers(layer))
+        self._tiles_forward(layer)
         held.take(BUFFERS)
-        running = on_the_way and not above_is_kept
-    held.at_once({PACK: 16 * sizes.tokens + 8 * sizes.tokens})
+        held.take(GATHERED)
 
+    def backward(self, *, first: bool) -> None:
+        """The pass back; gradients of this rank's weights are new in the first one."""
+        held, s = self.held, self.s
+        held.phase("backward")
+        held.add(PACK, s.w * self.job.length)  # the output's gradient
+        self._gather(None, ROOT)
+        self._new_gradients(None, D_ROOT, first=first)
+        dy = False
+        for layer in range(self.last, s.first - 1, -1):
+            self._rebuild(layer)
+            self._gather(layer, GATHERED)
+            self._layer_back(layer, first=first)
+            self._reduce(layer, D_GATHERED, first=first)
+            held.take(GATHERED)
+            held.take(CHOICES, s.choices(layer))
+            held.take(BORDERS, s.border(layer) * s.num_tiles * self.memory.recompute)
+            held.take(INPUTS, s.stream(s.tokens) * dy)
+            dy = layer in self.inputs  # dx stands where the input was
+            self.inputs.discard(layer)
+        for name in (INPUTS, MEAN, CHOICES, BORDERS, POOL_ROWS):
+            held.take(name)
+        self._reduce(None, D_ROOT, first=first)
+        held.take(ROOT)
+        held.take(PACK, 2 * s.w * self.job.length)
 
-def _kept(sizes: WalkSizes) -> set[int]:
-    """The layers whose input a pass keeps; see `memory.levers.kept_inputs`."""
-    starts = range(sizes.first, sizes.num_layers, sizes.job.memory.keep_every)
-    return {*starts, *range(starts[-1], sizes.num_layers)} - {0} if starts else set()
+    def _rebuild(self, layer: int) -> None:
+        """A layer's input that was not kept, with all of its group's below it."""
+        if layer == 0 or layer in self.inputs:
+            return
+        start = layer - (layer - self.s.first) % self.memory.keep_every
+        for below in range(start, layer):
+            self.held.add(INPUTS, self.s.stream(self.s.tokens))
+            self._layer_forward(below, again=True)
+            self.inputs.add(below + 1)
 
-
-def _backward_pass(held: Held, sizes: WalkSizes, *, first: bool) -> None:
-    held.phase("backward")
-    held.add(PACK, 4 * sizes.tokens)  # the gradient of the output
-    if first:
-        held.add("gradients", sizes.gradients(None))
-    for layer in range(sizes.num_layers - 1, sizes.first - 1, -1):
-        if first:
-            held.add("gradients", sizes.gradients(layer))
-        held.add(BUFFERS, sizes.buffers(layer) + sizes.tails(layer))
-        held.add(D_BUFFERS, sizes.d_buffers(layer))
-        work = sizes.graph(layer)[1] + sizes.positions
-        if layer == sizes.num_layers - 1:
-            streams, most = HeadTape(sizes.settings, sizes.tile).backward()
-            kept = sizes.graph(layer)[0] + sizes.positions
-            held.at_once({TILE: kept + most})
-            work += streams
-        if layer == 0:
-            work += sizes.tile * sizes.shape.hc_mult * sizes.shape.hidden_size * sizes.e
-        held.at_once({TILE: work})
+    def _layer_back(self, layer: int, *, first: bool) -> None:
+        held, s = self.held, self.s
+        if s.shared:
+            self._exchange(layer)
+            held.add(BUFFERS, s.buffers(layer) + s.buffers(layer, own=True) + s.tails(layer))
+        else:
+            held.add(BUFFERS, s.buffers(layer) + s.tails(layer))
+        held.add(D_BUFFERS, s.buffers(layer) // s.e * s.w)
+        self._new_gradients(layer, D_GATHERED, first=first)
+        if s.shared:
+            self._two_stages(layer)
+        else:
+            self._tiles_back(layer, s.tiles(layer).backward, s.tiles(layer).kept)
         held.take(BUFFERS)
         held.take(D_BUFFERS)
-        held.take(CHOICES, sizes.choices(layer))
-        held.take(BORDERS, sizes.border(layer) * sizes.num_tiles)
-        if layer < sizes.num_layers - 1:
-            held.take(INPUTS, sizes.stream)
-    for name in (INPUTS, MEAN, CHOICES, BORDERS):
+
+    def _tiles_forward(self, layer: int) -> None:
+        s, held = self.s, self.held
+        fed = s.stream(s.tile) if layer == 0 else 0  # the embedding of a tile
+        held.at_once({TILE: s.tiles(layer).forward + s.positions + fed})
+        if layer == self.last:
+            held.at_once({TILE: s.stream(s.tile) + s.head()[0] + s.positions + fed})
+
+    def _tiles_back(self, layer: int, most: int, kept: int) -> None:
+        """A tile's way back; of the last layer, beside the gradient of the head."""
+        s = self.s
+        fed = s.positions + (s.stream(s.tile) if layer == 0 else 0)
+        if layer < self.last:
+            self.held.at_once({TILE: most + fed})
+            return
+        _, streams, head = s.head()
+        self.held.at_once({TILE: max(most + streams, kept + head) + fed})
+
+    def _meet(self, layer: int, *, keeps: bool) -> None:
+        """The first pass forward over a layer's tiles, and what it exchanges."""
+        s, held = self.s, self.held
+        fed = s.stream(s.tile) if layer == 0 else 0
+        own = s.buffers(layer, own=True) + s.tails(layer)
+        held.add(BUFFERS, own)
+        held.at_once({TILE: s.tiles(layer).meet + s.positions + fed})
+        self._exchange(layer)
+        held.add(BUFFERS, s.buffers(layer))
+        if keeps:
+            held.add(MAPS, s.maps(layer))
+        else:
+            held.at_once({MAPS: s.maps(layer)})
+
+    def _exchange(self, layer: int) -> None:
+        """Summaries [A | B] of KDA, put together, sent and come; pool keys of DSA before they are in order."""
+        s = self.s
+        self.held.at_once({MAPS: 8 * s.states(layer), BUFFERS: s.keys(layer)})
+
+    def _two_stages(self, layer: int) -> None:
+        s, held, tiles = self.s, self.held, self.s.tiles(layer)
+        own_stream = s.stream(s.tokens) if layer == self.last else 0
+        held.add(MAPS, 2 * s.states(layer))
+        held.add(INPUTS, own_stream)
+        left = tiles.left * s.num_tiles
+        held.add(MIDDLE, left - tiles.left)
+        self._tiles_back(layer, tiles.middle, tiles.middle)
+        held.add(MIDDLE, tiles.left)
+        own = s.buffers(layer, own=True) // s.e * s.w
+        held.add(D_BUFFERS, own)
+        fed = s.stream(s.tile) if layer == 0 else 0
+        held.at_once({TILE: tiles.backward + s.positions + fed})
+        held.take(MIDDLE)
+        held.take(INPUTS, own_stream)
+        held.take(MAPS, 2 * s.states(layer) + s.maps(layer))
+
+    def _gather(self, layer: int | None, name: str) -> None:
+        """Whole weights, beside the buffer that they arrive in."""
+        size = self.s.gathered(layer)
+        self.held.at_once({name: 2 * size})
+        self.held.add(name, size)
+
+    def _new_gradients(self, layer: int | None, name: str, *, first: bool) -> None:
+        """Of whole weights where they are gathered; otherwise of this rank's, which stay."""
+        s = self.s
+        if self.job.world > 1:
+            self.held.add(name, s.gathered(layer, itemsize=s.w))
+        elif first:
+            self.held.add(GRADIENTS, s.gradients(layer))
+
+    def _reduce(self, layer: int | None, name: str, *, first: bool) -> None:
+        """Gradients of whole weights, put side by side for their exchange; this rank's part stays."""
+        s, held = self.s, self.held
+        if self.job.world == 1:
+            return
+        held.at_once({name: 2 * held.now.get(name, 0)})
         held.take(name)
-    held.take(PACK, (4 + sizes.w) * sizes.tokens)
+        held.at_once({name: s.gathered(layer, itemsize=s.w) + s.gradients(layer)})
+        if first:
+            held.add(GRADIENTS, s.gradients(layer))

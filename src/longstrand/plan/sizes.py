@@ -1,0 +1,213 @@
+"""What the pieces of a job's walk take on one rank, in bytes."""
+
+from __future__ import annotations
+
+from functools import cache, cached_property
+from typing import NamedTuple
+
+from longstrand.architecture import KDA
+from longstrand.plan.job import Job, Weight
+from longstrand.plan.layers import HeadTape, LayerTape
+from longstrand.plan.ops import Settings
+from longstrand.plan.shared_layers import SharedLayerTape
+
+SEGMENTS = 2
+"""Per rank, of a sequence that is one document: early and late ones in pairs are balanced."""
+
+
+class Tiles(NamedTuple):
+    """The most that lives while one tile of a layer is computed, beside its input.
+
+    Attributes:
+        kept: of its graph, once it stands.
+        meet: the first pass forward where ranks share a pack; 0 where they do not.
+        front: what `keep_fronts` keeps of a tile.
+        middle, left: the first stage of the way back, and what stays of it.
+    """
+
+    forward: int
+    backward: int
+    kept: int
+    meet: int = 0
+    front: int = 0
+    middle: int = 0
+    left: int = 0
+
+
+class Sizes:
+    """Of one rank, the one with most tokens."""
+
+    def __init__(self, job: Job) -> None:
+        self.job, self.shape = job, job.shape
+        self.settings = Settings.of(job)
+        self.e, self.w = job.itemsize, job.wide
+        self.num_layers = self.shape.num_hidden_layers
+        self.weights = job.weights()
+        self.shared = job.parallel.context > 1
+        self.num_segments = (job.parallel.segments_per_rank or SEGMENTS) if self.shared else 1
+        self.segment = -(-job.length // (job.parallel.context * self.num_segments))
+        self.tokens = self.segment * self.num_segments
+        self.tile = min(job.memory.tile, self.segment)
+        self.num_tiles = -(-self.segment // self.tile) * self.num_segments
+
+    @cached_property
+    def first(self) -> int:
+        """The lowest layer that is walked back."""
+        if any(each.trains and each.name.startswith("embed") for each in self.weights):
+            return 0
+        trained = [each.layer for each in self.weights if each.trains and each.layer is not None]
+        return min(trained, default=self.num_layers)
+
+    # Streams, choices, carries
+
+    def stream(self, tokens: int) -> int:
+        """R x D values for each token."""
+        return tokens * self.shape.hc_mult * self.shape.hidden_size * self.e
+
+    @property
+    def mean(self) -> int:
+        return self.tokens * self.shape.hidden_size * self.e
+
+    def choices(self, layer: int) -> int:
+        """Pool ids of 4 bytes, expert ids of 1 or 2."""
+        return self.tokens * choice_bytes(self.job, layer)
+
+    def border(self, layer: int) -> int:
+        """A carry at a tile's border; a DSA layer keeps none."""
+        return carry_bytes(self.job, layer)
+
+    # DSA's buffers: of all tokens, on every rank
+
+    def is_kda(self, layer: int) -> bool:
+        return self.shape.layer_types[layer] == KDA
+
+    def selects(self, layer: int) -> bool:
+        return not self.is_kda(layer) and self.shape.indexer_types[layer] == "full"
+
+    def pools(self, *, own: bool = False) -> int:
+        """Of the whole sequence, or of this rank's segments."""
+        per_rank = self.num_segments * -(-self.segment // self.shape.index_kpool)
+        return per_rank * (1 if own else self.job.parallel.context)
+
+    def buffers(self, layer: int, *, own: bool = False) -> int:
+        """Latents and the keys of their pools."""
+        if self.is_kda(layer):
+            return 0
+        pools = self.pools(own=own)
+        latents = pools * self.shape.index_kpool * self.shape.kv_lora_rank
+        return (latents + pools * self.shape.index_head_dim * self.selects(layer)) * self.e
+
+    def tails(self, layer: int) -> int:
+        """Keys and gates of the open pool at each tile's border."""
+        row = 2 * self.shape.index_head_dim * self.e * self.selects(layer)
+        return self.num_tiles * (self.shape.index_kpool - 1) * row
+
+    def keys(self, layer: int) -> int:
+        """Pool keys alone, of the whole sequence."""
+        return self.pools() * self.shape.index_head_dim * self.selects(layer) * self.e
+
+    # KDA's passage between ranks
+
+    def maps(self, layer: int) -> int:
+        """What a KDA layer's passage keeps from forward to backward."""
+        if not self.is_kda(layer) or not self.shared:
+            return 0
+        shape, ranks = self.shape, self.job.parallel.context
+        heads, key = shape.linear_num_heads, shape.linear_head_dim
+        maps = ranks * self.num_segments * -(-heads // ranks) * key * key * self.w
+        rows = min(shape.linear_conv_kernel_dim - 1, self.segment) * self.num_segments
+        return maps + self.num_segments * self.border(layer) + self.stream(rows)
+
+    def states(self, layer: int) -> int:
+        """A state for each segment of this rank."""
+        inner = self.shape.linear_num_heads * self.shape.linear_head_dim
+        return self.num_segments * inner * self.shape.linear_head_dim * self.w * self.is_kda(layer)
+
+    # Weights: this rank's rows, and whole ones while they are gathered
+
+    def part(self, weight: Weight) -> int:
+        """Values of this rank, which the first one has most of."""
+        world, experts = self.job.world, self.job.parallel.expert
+        if world == 1 or not self.is_sharded(weight):
+            return weight.num_values
+        rows, ranks = weight.shape[0], world
+        if weight.is_expert:
+            rows, ranks = rows // experts, world // experts
+        return -(-rows // ranks) * (weight.num_values // weight.shape[0])
+
+    def is_sharded(self, weight: Weight) -> bool:
+        """What stays float32 in a narrower model is whole on every rank; so is a buffer."""
+        return self.job.world > 1 and not weight.is_buffer and weight.itemsize == self.e
+
+    def gathered(self, layer: int | None, *, itemsize: int | None = None) -> int:
+        """Sharded weights of a layer, or of what is no layer's, whole.
+
+        Args:
+            itemsize: of gradients of the trained ones, in place of the weights.
+        """
+        total = 0
+        for each in self.weights:
+            if each.layer == layer and self.is_sharded(each) and (itemsize is None or each.trains):
+                values = each.num_values // (self.job.parallel.expert if each.is_expert else 1)
+                total += values * (itemsize or each.itemsize)
+        return total
+
+    def gradients(self, layer: int | None) -> int:
+        """Of this rank's trained weights."""
+        return sum(self.part(each) * self.w for each in self.weights if each.trains and each.layer == layer)
+
+    # Tiles in work
+
+    def tiles(self, layer: int) -> Tiles:
+        return _tiles(self.settings, self._kind(layer), self.tile, self.shared)
+
+    def head(self) -> tuple[int, int, int]:
+        """Most going forward; the gradient of the last output; most until it is there."""
+        tape = HeadTape(self.settings, self.tile)
+        return tape.forward(), *tape.backward()
+
+    @property
+    def positions(self) -> int:
+        """A tile's offsets, slots and what it sees, 8 bytes each."""
+        return 32 * self.tile
+
+    def _kind(self, layer: int) -> int:
+        """The first layer of the same kind."""
+
+        def of(index: int) -> tuple[str, str, bool]:
+            return self.shape.layer_types[index], self.shape.mlp_layer_types[index], self.selects(index)
+
+        return next(index for index in range(self.num_layers) if of(index) == of(layer))
+
+
+def choice_bytes(job: Job, layer: int) -> int:
+    """Of one token: 4 for each pool id of a layer that selects, 1 or 2 for each expert id."""
+    shape, per_token = job.shape, 0
+    if shape.layer_types[layer] != KDA and shape.indexer_types[layer] == "full":
+        per_token += shape.index_topk // shape.index_kpool * 4
+    if shape.mlp_layer_types[layer] == "sparse":
+        per_token += shape.num_experts_per_tok * (1 if shape.n_routed_experts <= 256 else 2)
+    return per_token
+
+
+def carry_bytes(job: Job, layer: int) -> int:
+    """Of one tile border: the convolution's last inputs, (J - 1) 3 H K e, and the state, H K V w; none for DSA."""
+    shape = job.shape
+    if shape.layer_types[layer] != KDA:
+        return 0
+    inner = shape.linear_num_heads * shape.linear_head_dim
+    tail = (shape.linear_conv_kernel_dim - 1) * 3 * inner * job.itemsize
+    return tail + inner * shape.linear_head_dim * job.wide
+
+
+@cache
+def _tiles(settings: Settings, layer: int, tokens: int, shared: bool) -> Tiles:
+    if not shared:
+        alone = LayerTape(settings, layer, tokens)
+        kept, most = alone.backward()
+        return Tiles(alone.forward(), most, kept)
+    tape = SharedLayerTape(settings, layer, tokens)
+    middle = tape.to_the_middle()
+    return Tiles(
+        tape.forward(), tape.to_the_input(), 0, tape.meet(), tape.meet_keeping(), middle.most, middle.left
+    )
