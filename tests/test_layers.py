@@ -14,7 +14,20 @@ FILES = sorted(SOURCE.rglob("*.py"))
 VAGUE = {"utils", "util", "common", "misc", "manager", "handler", "factory"}
 
 
-@pytest.mark.parametrize("module", ["config", "architecture", "errors", "report", "cli", "doctor"])
+@pytest.mark.parametrize(
+    "module",
+    [
+        "config",
+        "architecture",
+        "errors",
+        "plan.inverse",
+        "plan.host",
+        "report",
+        "cli",
+        "cli.plan_answers",
+        "doctor",
+    ],
+)
 def test_what_describes_a_run_loads_without_torch_and_transformers(module):
     code = f"import sys, longstrand.{module}; sys.exit(bool({{'torch', 'transformers'}} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

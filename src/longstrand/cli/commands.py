@@ -15,6 +15,7 @@ from typing import Annotated
 import typer
 
 import longstrand
+from longstrand.cli.plan import plan
 from longstrand.config import Recipe, dump_toml, example_recipe, load_recipe, parse_length
 from longstrand.errors import UserError
 
@@ -79,6 +80,9 @@ def init(
 
     path = write_recipe(data, _tokens("--length", length), model, out)
     typer.echo(f"{path}: written; edit it, then: longstrand train {path}")
+
+
+app.command()(plan)
 
 
 @app.command()

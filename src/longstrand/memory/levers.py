@@ -1,4 +1,4 @@
-"""The memory levers of a pass as plain values, and which layer inputs they keep."""
+"""The memory levers of a pass as plain values."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Literal
 
 from longstrand.config import MemorySection
+from longstrand.plan.streams import kept_inputs as kept_inputs
+from longstrand.plan.streams import streams_at_once as streams_at_once
 
 Offload = Literal["none", "host", "disk"]
 
@@ -61,26 +63,3 @@ def levers_of(settings: MemorySection, run: str | Path) -> Levers:
         settings.recompute,
         settings.keep_fronts,
     )
-
-
-def kept_inputs(num_layers: int, first: int, keep_every: int) -> set[int]:
-    """The layers whose input a pass keeps, counted from `first`, the lowest that trains.
-
-    Those of the last group are all kept: backward begins with them, so they would be recomputed at once. Layer 0 has
-    no input to keep, since the embedding gives it again.
-    """
-    starts = range(first, num_layers, keep_every)
-    return {*starts, *range(starts[-1], num_layers)} - {0} if starts else set()
-
-
-def streams_at_once(num_layers: int, first: int, keep_every: int) -> int:
-    """The most streams of a pass that live at the same time; R x D x e bytes per token each.
-
-    Going forward: the kept inputs, or one running stream below `first`. Going back, dx overwrites x, so that a group
-    needs the inputs kept up to its own, its keep_every - 1 recomputed ones, and the gradient from above.
-    """
-    kept = kept_inputs(num_layers, first, keep_every)
-    most = max(len(kept), 1 if num_layers > 1 else 0)
-    for start in range(first, num_layers, keep_every)[:-1]:
-        most = max(most, sum(index <= start for index in kept) + keep_every)
-    return most

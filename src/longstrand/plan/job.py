@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
 from typing import Literal
 
 from longstrand.architecture import Architecture
@@ -95,10 +96,7 @@ class Job:
 
     def weights(self) -> list[Weight]:
         """Every parameter and buffer of the model."""
-        return [
-            Weight(name, shape, self.wide if keeps_float32(name) else self.itemsize, self.trains(name))
-            for name, shape in parameter_shapes(self.shape).items()
-        ]
+        return list(_weights(Job(self.shape, 1, 1, self.dtype, self.trainable, self.indexer)))
 
 
 @dataclass(frozen=True)
@@ -114,27 +112,36 @@ class Weight:
     itemsize: int
     trains: bool
 
-    @property
+    @cached_property
     def layer(self) -> int | None:
         """None: of embedding, last norm or head."""
         return int(self.name.split(".")[1]) if self.name.startswith("layers.") else None
 
-    @property
+    @cached_property
     def is_expert(self) -> bool:
         """Whether it is a routed expert's: the first dim counts experts."""
         return ".mlp.experts." in self.name
 
-    @property
+    @cached_property
     def is_buffer(self) -> bool:
         return self.name.endswith("e_score_correction_bias")
 
-    @property
+    @cached_property
     def num_values(self) -> int:
         total = 1
         for size in self.shape:
             total *= size
         return total
 
-    @property
+    @cached_property
     def num_bytes(self) -> int:
         return self.num_values * self.itemsize
+
+
+@lru_cache(maxsize=64)
+def _weights(job: Job) -> tuple[Weight, ...]:
+    """Once for all lengths, ranks and levers: a search asks for hundreds of plans of one model."""
+    return tuple(
+        Weight(name, shape, job.wide if keeps_float32(name) else job.itemsize, job.trains(name))
+        for name, shape in parameter_shapes(job.shape).items()
+    )

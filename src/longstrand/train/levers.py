@@ -15,7 +15,12 @@ from longstrand.memory.levers import streams_at_once
 from longstrand.memory.spool import Spool, existing, remove_stale_spools, require_room
 from longstrand.memory.store import first_trained, require_other_memory
 from longstrand.model import Model
+from longstrand.ops.native import native_state
 from longstrand.parallel import from_all, together
+from longstrand.plan.devices import find_device
+from longstrand.plan.host import check_host
+from longstrand.plan.job import Job
+from longstrand.plan.room import Room
 
 _log = logging.getLogger(__name__)
 
@@ -58,6 +63,21 @@ def check_spool(recipe: Recipe, model: Model) -> None:
     with together(world):  # all have looked: from here on the trials take room themselves
         Spool(there, num_bytes, model.embed_tokens.weight.device).close()
     _log.info("a pass writes up to %.1f MB to its spool in %s", num_bytes / 1e6, levers.spool)
+
+
+def check_machine(recipe: Recipe, model: Model) -> None:
+    """Judges this host's memory, pinned memory and descriptors by what the planner says that its ranks take.
+
+    Every rank calls it, and it ends alike on all. Only what clearly cannot be is refused; `longstrand plan` says more.
+
+    Raises:
+        UserError: each shortage with its numbers.
+    """
+    world, node = model.mesh.world, platform.node()
+    here = from_all(world, node).count(node)
+    job = Job.of(recipe, model.architecture, "native" if native_state().used else "portable")
+    with together(world):
+        check_host(job, Room(find_device("CPU"), here), num_sources=len(recipe.data.sources))
 
 
 @contextmanager

@@ -28,7 +28,7 @@ from longstrand.train.dry_run import check_layout
 from longstrand.train.evaluation import evaluate_once, evaluation_packs
 from longstrand.train.fit import require_effect, require_vocabulary
 from longstrand.train.forms import forms_of, write_forms
-from longstrand.train.levers import check_levers, check_spool, clean_spool
+from longstrand.train.levers import check_levers, check_machine, check_spool, clean_spool
 from longstrand.train.metrics import Metrics, open_sinks
 from longstrand.train.optimizer import Optimizer, freeze_all_but, trained_names
 from longstrand.train.phases import Phases
@@ -188,6 +188,7 @@ def spread(recipe: Recipe, prepared: Prepared, mesh: Mesh) -> Training:
         )
     with said_once(mesh.world, CheckFailed):
         forms_of(recipe, model).require(recipe.kernels.require)
+    check_machine(recipe, model)
     check_spool(recipe, model)
     optimizer = _optimizer(recipe, model, prepared.trained)
     training = Training(model, optimizer, prepared.data, prepared.loader)

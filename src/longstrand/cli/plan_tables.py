@@ -1,0 +1,231 @@
+"""A plan on the terminal: memory by term, seconds by term, levers in order, and what was not measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from longstrand.plan.host import HostNeeds, Machine
+from longstrand.plan.room import Room
+from longstrand.plan.search import Plan
+from longstrand.plan.summary import (
+    COSTS,
+    NOT_ON_A_GPU,
+    effect,
+    gib,
+    reason,
+    setting,
+    terms_in,
+)
+from longstrand.plan.terms import Place, Term, total
+from longstrand.wording import count, duration, short_tokens
+
+WIDTH = 100
+
+
+def make_console() -> Console:
+    """Of the width that all tables fit."""
+    return Console(width=WIDTH, highlight=False)
+
+
+def show_plan(plan: Plan, model: str, console: Console) -> None:
+    """All that a plan says."""
+    console.print(headline(plan, model), markup=False)
+    console.print(_device_table(plan))
+    console.print(_host_table(plan))
+    console.print(_seconds_table(plan))
+    show_levers(plan, console)
+    for each in dict.fromkeys(term.evidence for term in _all_terms(plan)):
+        console.print(f"  {each}", markup=False, style="dim")
+    console.print("  seconds: --json says from which part of which rate each is", style="dim")
+    if not plan.room.is_cpu:
+        console.print(NOT_ON_A_GPU, markup=False)
+    console.print(verdict(plan), markup=False, style="bold" if plan.fits else "bold red")
+
+
+def headline(plan: Plan, model: str) -> str:
+    """What was planned, on what."""
+    job, room, mesh = plan.job, plan.room, plan.job.parallel
+    hosts = f" on {room.num_hosts} hosts" if room.num_hosts > 1 else ""
+    made_for = job.shape.max_position_embeddings
+    beyond = (
+        f"\nBeyond the {short_tokens(made_for)} tokens that the model was made for."
+        if job.length > made_for
+        else ""
+    )
+    return (
+        f"{model}: {short_tokens(job.length)} tokens ({count(job.length)}), {count(job.sequences_per_step)} per step, "
+        f"{job.dtype}, trained: {', '.join(job.trainable)}\n"
+        f"{room.num_devices} x {room.device.name}{hosts}: data {mesh.data} x context {mesh.context}, "
+        f"expert {mesh.expert}{beyond}"
+    )
+
+
+def verdict(plan: Plan) -> str:
+    """Whether it fits, in one sentence."""
+    limit = plan.room.limit("device")
+    rate = f"{count(round(plan.seconds.tokens_per_second(plan.job)))} tokens/s"
+    used = f"{gib(plan.memory.device_bytes)}{f' of {gib(limit)}' if limit else ''} GiB per device"
+    if plan.fits:
+        return f"Fits: {used}; {duration(plan.seconds.total)} per step, {rate}."
+    return f"Does not fit: {used}."
+
+
+def show_levers(plan: Plan, console: Console) -> None:
+    """In the order in which they were switched on."""
+    if not plan.steps:
+        console.print("\nNo lever is on: none is needed.\n" if plan.fits else "\nNo lever helps.\n")
+        return
+    table = _table("levers, in the order in which they were switched on", "setting", "why", "bought", "costs")
+    for step in plan.steps:
+        cost = f"{step.seconds:+.1f} s: {COSTS[step.setting]}"
+        table.add_row(escape(setting(step)), reason(step), effect(step), cost)
+    console.print(table)
+
+
+def show_host(needs: HostNeeds, machine: Machine, found: Sequence[str], console: Console) -> None:
+    """What the ranks of this host take of what it has."""
+    table = _table("this host", "", "needed", "there is", "")
+    table.add_row("memory, GiB", gib(total(needs.memory)), gib(machine.memory_bytes), machine.memory_rule)
+    if needs.pinned is not None:
+        locked = "no limit" if machine.locked_bytes is None else gib(machine.locked_bytes)
+        table.add_row(
+            "pinned per rank, GiB", gib(needs.pinned.exact), locked, f"one exact block; {rounding(needs)}"
+        )
+    files = "no limit" if machine.open_files is None else count(machine.open_files)
+    table.add_row("open files per rank", count(needs.descriptors), files, "files, sockets and mapped sources")
+    table.add_row("a checkpoint, GiB", gib(needs.checkpoint_bytes), "", "of the whole run")
+    console.print(table)
+    for each in found:
+        console.print(f"  {each}", markup=False, style="bold red")
+
+
+def rounding(needs: HostNeeds) -> str:
+    """What another allocator would pin."""
+    assert needs.pinned is not None
+    return f"a block per stream, rounded to powers of two as torch does, would be {gib(needs.pinned.rounded)}"
+
+
+def show_sweep(plans: Sequence[Plan], model: str, console: Console) -> None:
+    """A row per length."""
+    room = plans[0].room
+    console.print(f"{model} on {room.num_devices} x {room.device.name}, {plans[0].job.dtype}", markup=False)
+    table = _table("", "length", "GiB per device", "GiB per host", "in files", "tokens/s", "levers")
+    for column in table.columns[:5]:
+        column.justify = "right"
+    for row in sweep_rows(plans):
+        table.add_row(*map(escape, row))
+    console.print(table)
+    if not room.is_cpu:
+        console.print(NOT_ON_A_GPU, markup=False)
+
+
+def sweep_rows(plans: Iterable[Plan]) -> list[list[str]]:
+    """Length, memory of a device and a host, files of a host, tokens per second, levers."""
+    rows = []
+    for plan in plans:
+        levers = ", ".join(setting(step) for step in plan.steps) or "none"
+        rate = count(round(plan.seconds.tokens_per_second(plan.job))) if plan.fits else "does not fit"
+        host, files = (gib(total(terms_in(plan, place))) for place in ("host", "file"))
+        rows.append([short_tokens(plan.job.length), gib(plan.memory.device_bytes), host, files, rate, levers])
+    return rows
+
+
+def show_calibration(
+    rows: Iterable[Sequence[str]], factors: Mapping[str, float], notes: Iterable[str], console: Console
+) -> None:
+    """How far off the seconds of finished runs were, before, after, and with each run left out."""
+    table = _table("seconds of a step", "run", "measured, s", "before", "after", "left out")
+    for row in rows:
+        table.add_row(*map(escape, row))
+    console.print(table)
+    shown = ", ".join(f"{name} x {factor:.3g}" for name, factor in factors.items())
+    console.print(f"factors: {shown}", markup=False)
+    for note in notes:
+        console.print(note, markup=False)
+
+
+def _device_table(plan: Plan) -> Table:
+    memory, limit = plan.memory, plan.room.limit("device")
+    table = _table(f"memory of a device at its peak: {memory.peak_phase}", "", "GiB", "known by", "how")
+    _add_terms(table, memory.device)
+    peaks = ", ".join(f"{phase} {gib(total(terms))}" for phase, terms in memory.phases.items())
+    table.add_section()
+    table.add_row("sum", gib(memory.device_bytes), "", f"peaks: {peaks}", style="bold")
+    if limit is not None:
+        table.add_row("limit", gib(limit), "", _limit_words(plan.room, "device"))
+    return table
+
+
+def _host_table(plan: Plan) -> Table:
+    room = plan.room
+    table = _table(
+        f"memory of a host: {room.ranks_per_host} rank{'s' * (room.ranks_per_host > 1)}",
+        "",
+        "GiB",
+        "known by",
+        "how",
+    )
+    _add_terms(table, terms_in(plan, "host"))
+    table.add_section()
+    table.add_row("sum", gib(total(terms_in(plan, "host"))), "", "", style="bold")
+    limit = room.limit("host")
+    table.add_row("limit", "" if limit is None else gib(limit), "", _limit_words(room, "host"))
+    if files := terms_in(plan, "file"):
+        table.add_section()
+        _add_terms(table, files)
+        free = room.limit("file")
+        table.add_row(
+            "sum in files", gib(total(files)), "", "" if free is None else f"{gib(free)} GiB are free"
+        )
+    return table
+
+
+def _seconds_table(plan: Plan) -> Table:
+    table = _table("seconds of a step", "", "s", "known by", "how")
+    for term in plan.seconds.terms:
+        table.add_row(term.name, f"{term.seconds:,.2f}", _tag(term.evidence), escape(term.why))
+    table.add_section()
+    rate = f"{count(round(plan.seconds.tokens_per_second(plan.job)))} tokens/s over all devices"
+    table.add_row("sum", f"{plan.seconds.total:,.2f}", "", rate, style="bold")
+    return table
+
+
+def _add_terms(table: Table, terms: Iterable[Term]) -> None:
+    for term in sorted(terms, key=lambda each: -each.num_bytes):
+        table.add_row(term.name, gib(term.num_bytes), _tag(term.evidence), escape(term.why))
+
+
+def _all_terms(plan: Plan) -> list[Term]:
+    return [*plan.memory.device, *terms_in(plan, "host"), *terms_in(plan, "file")]
+
+
+def _limit_words(room: Room, place: Place) -> str:
+    if place == "host" and room.host_bytes is None:
+        return "not given (--host-memory), so not judged"
+    if place == "device" and room.is_cpu and not room.device.memory_bytes:
+        return "the host's share, less what a process takes empty"
+    return room.device.name if place == "device" else "one host"
+
+
+def _tag(evidence: str) -> str:
+    return evidence.partition(":")[0]
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(
+        box=box.SIMPLE_HEAD,
+        title=title or None,
+        title_justify="left",
+        title_style="bold",
+        min_width=WIDTH - 4,
+        pad_edge=False,
+    )
+    for number, name in enumerate(columns):
+        right = number > 0 and name in ("GiB", "s", "needed", "there is")
+        table.add_column(name, justify="right" if right else "left", overflow="fold")
+    return table

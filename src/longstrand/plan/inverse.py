@@ -1,0 +1,135 @@
+"""Turned around: the longest sequence on these devices, the fewest devices for this length, and a row per length."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from longstrand.errors import UserError
+from longstrand.plan.job import Job
+from longstrand.plan.room import Room, missing, room_left
+from longstrand.plan.search import Plan, levers_for, reach, search, without_levers
+
+LENGTHS = 1024
+"""Lengths that are searched are multiples of it."""
+
+LONGEST = 2**32
+"""Tokens beyond which nothing is searched."""
+
+MOST_HOSTS = 4096
+
+
+@dataclass(frozen=True)
+class Longest:
+    """The longest sequence that fits.
+
+    Attributes:
+        plan: of that length.
+        next_plan: of the next length that was tried, which does not fit; None: the search ended at `LONGEST`.
+    """
+
+    plan: Plan
+    next_plan: Plan | None
+
+
+def longest_sequence(job: Job, room: Room) -> Longest | None:
+    """The longest sequence, rounded down to a multiple of 1,024 tokens, with whatever levers it takes.
+
+    First with the levers of a length that is far too large; then, as long as a tile more fits with other levers, with
+    those. None: not even 1,024 tokens fit.
+    """
+    if missing(_reached(job, room, LENGTHS), room):
+        return None
+    found, levers = LENGTHS, _reached(job, room, LONGEST)
+    while True:
+        longer = _longest_with(levers, room, found)
+        if longer >= LONGEST:
+            return Longest(search(replace(job, length=longer), room), None)
+        levers = _reached(job, room, longer + LENGTHS)
+        found = longer
+        if missing(levers, room):
+            break
+    plan = search(replace(job, length=found), room)
+    return Longest(plan, search(replace(job, length=found + LENGTHS), room))
+
+
+def fewest_devices(job: Job, room: Room) -> Plan:
+    """As few devices as the length fits on: any number up to one host, whole hosts above.
+
+    Where none do, the plan of the largest number that was tried, which does not fit.
+    """
+    per_host = room.device.devices_per_host
+
+    def plan_on(number: int) -> Job:
+        there = replace(room, num_devices=number)
+        base = without_levers(job, there)
+        return reach(base, there, levers_for(base, there))
+
+    def fits(number: int) -> bool:
+        return not missing(plan_on(number), replace(room, num_devices=number))
+
+    if fits(per_host):
+        number = next(number for number in range(1, per_host + 1) if fits(number))
+        return search(job, replace(room, num_devices=number))
+    hosts = 2
+    while hosts <= MOST_HOSTS and hosts * per_host <= job.length // 2 and not fits(hosts * per_host):
+        hosts *= 2
+    low, high = hosts // 2, min(hosts, max(1, job.length // 2 // per_host), MOST_HOSTS)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits(middle * per_host) else (middle, high)
+    return search(job, replace(room, num_devices=high * per_host))
+
+
+def sweep(job: Job, room: Room, lengths: list[int]) -> list[Plan]:
+    """A plan per length."""
+    return [search(replace(job, length=length), room) for length in lengths]
+
+
+def doubling_lengths(first: int, last: int) -> list[int]:
+    """From the first length to the last by doubling; the last always belongs to them.
+
+    Raises:
+        UserError: they do not ascend.
+    """
+    if first > last:
+        raise UserError(f"--sweep {first}..{last}: must ascend, such as 16k..4M; swap the two")
+    lengths = [first]
+    while lengths[-1] * 2 < last:
+        lengths.append(lengths[-1] * 2)
+    return lengths + [last] * (last > first)
+
+
+def _reached(job: Job, room: Room, length: int) -> Job:
+    base = without_levers(replace(job, length=length), room)
+    return reach(base, room, levers_for(base, room))
+
+
+def _longest_with(levers: Job, room: Room, fitting: int) -> int:
+    """The largest multiple of `LENGTHS` that fits with these levers; `fitting` does, perhaps with others.
+
+    Bytes grow nearly in proportion to the length: where the line from one end to the other meets the limit is close,
+    and steps from there that grow eightfold soon have the answer between them.
+    """
+
+    def left(length: int) -> int:
+        return room_left(replace(levers, length=length), room)
+
+    at_low, at_high = left(fitting), left(LONGEST)
+    if at_high >= 0:
+        return LONGEST
+    part = max(at_low, 0) / (max(at_low, 0) - at_high)
+    guess = fitting + int((LONGEST - fitting) * part) // LENGTHS * LENGTHS
+    low, high, step = fitting, LONGEST, LENGTHS
+    upward = left(guess) >= 0
+    while low < guess < high:
+        if left(guess) >= 0:
+            low = guess
+        else:
+            high = guess
+        if (left(guess) >= 0) != upward:
+            break
+        guess, step = (guess + step, 8 * step) if upward else (guess - step, 8 * step)
+    while high - low > LENGTHS:
+        middle = (low + high) // 2 // LENGTHS * LENGTHS
+        low, high = (middle, high) if left(middle) >= 0 else (low, middle)
+    return low

@@ -1,0 +1,127 @@
+"""What a plan may use, and by how many bytes a job exceeds it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+from longstrand.plan.devices import GIB, Device
+from longstrand.plan.job import Job
+from longstrand.plan.memory import plan_memory
+from longstrand.plan.terms import Memory, Place, Term, total
+
+PROCESS_BYTES = {"cpu": 208 * 2**20, "gpu": 3 * GIB}
+"""Host memory of one process before it holds a tensor: Python, torch, and on a GPU CUDA's and NCCL's."""
+
+_PROCESS_EVIDENCE = {
+    "cpu": "measured: a run's log, after imports (docs/planner.md)",
+    "gpu": "estimated: a CUDA context and NCCL; not measured here",
+}
+
+
+@dataclass(frozen=True)
+class Room:
+    """Devices and the memory around them.
+
+    Attributes:
+        num_devices: one rank each.
+        host_bytes: memory of one host; None: not known, and not judged.
+        file_bytes: free disk space of one host for spools; None: not known, and not judged.
+        optimizer: where it may be; auto: on the host where the device has no room.
+        fitted: factors of terms of seconds, from finished runs.
+    """
+
+    device: Device
+    num_devices: int
+    host_bytes: int | None = None
+    file_bytes: int | None = None
+    optimizer: Literal["auto", "device", "host"] = "auto"
+    fitted: tuple[tuple[str, float], ...] = ()
+
+    @property
+    def is_cpu(self) -> bool:
+        return self.device.kind == "cpu"
+
+    @property
+    def ranks_per_host(self) -> int:
+        """Processes of a CPU that says no memory of its own share one machine."""
+        if self.is_cpu and not self.device.memory_bytes:
+            return self.num_devices
+        return min(self.num_devices, self.device.devices_per_host)
+
+    @property
+    def num_hosts(self) -> int:
+        return -(-self.num_devices // self.ranks_per_host)
+
+    @property
+    def rank_bytes(self) -> int | None:
+        """What the tensors of a rank may take of its device; None: not known."""
+        if self.device.memory_bytes:
+            return self.device.memory_bytes
+        if self.host_bytes is None:
+            return None
+        return max(0, self.host_bytes // self.ranks_per_host - PROCESS_BYTES["cpu"])
+
+    def limit(self, place: Place) -> int | None:
+        """Bytes: of the device of a rank, or of a host's memory or disk for all its ranks."""
+        if place == "device":
+            return self.rank_bytes
+        return self.host_bytes if place == "host" else self.file_bytes
+
+
+@lru_cache(maxsize=4096)
+def memory_of(job: Job) -> Memory:
+    """As `plan_memory`, once per job."""
+    return plan_memory(job)
+
+
+def host_terms(memory: Memory, room: Room) -> tuple[Term, ...]:
+    """What all ranks of one host take of its memory; a CPU's tensors are among them."""
+    ranks = room.ranks_per_host
+    own = list(memory.elsewhere) if not room.is_cpu else [*memory.device, *memory.elsewhere]
+    terms = [
+        Term(term.name, term.num_bytes * ranks, "host", f"{ranks} x {term.why}", term.evidence)
+        for term in own
+        if term.place == "host" or (room.is_cpu and term.place == "device")
+    ]
+    kind = room.device.kind
+    why = f"{ranks} x Python and its libraries"
+    return (*terms, Term("processes", PROCESS_BYTES[kind] * ranks, "host", why, _PROCESS_EVIDENCE[kind]))
+
+
+def file_terms(memory: Memory, room: Room) -> tuple[Term, ...]:
+    """What all ranks of one host keep in files during a step."""
+    ranks = room.ranks_per_host
+    return tuple(
+        Term(term.name, term.num_bytes * ranks, "file", f"{ranks} x {term.why}", term.evidence)
+        for term in memory.elsewhere
+        if term.place == "file"
+    )
+
+
+def needed(job: Job, room: Room, place: Place) -> int:
+    """Bytes in a place, as `Room.limit` counts them."""
+    memory = memory_of(job)
+    if place == "device":
+        return memory.device_bytes
+    return total(host_terms(memory, room) if place == "host" else file_terms(memory, room))
+
+
+def missing(job: Job, room: Room) -> dict[Place, int]:
+    """Bytes over each limit that is exceeded; empty: the job fits."""
+    return {place: -left for place, left in _left(job, room).items() if left < 0}
+
+
+def room_left(job: Job, room: Room) -> int:
+    """Bytes to the nearest limit; less than 0: to the one that is exceeded most."""
+    return min(_left(job, room).values(), default=0)
+
+
+def _left(job: Job, room: Room) -> dict[Place, int]:
+    places: tuple[Place, ...] = ("device", "file") if room.is_cpu else ("device", "host", "file")
+    return {
+        place: limit - needed(job, room, place)
+        for place in places
+        if (limit := room.limit(place)) is not None
+    }

@@ -1,0 +1,132 @@
+"""A plan as plain values and sentences: for JSON, tables, and the comments of a written recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from longstrand.plan.devices import GIB
+from longstrand.plan.room import Room, file_terms, host_terms, needed
+from longstrand.plan.search import Plan, Step
+from longstrand.plan.terms import Place, Term, total
+
+NOT_ON_A_GPU = (
+    "Not measured on a GPU: no run of this code on one has been made. Tensors are counted as a CPU run allocates them; "
+    "what CUDA, NCCL and torch's allocator take beside them, and every rate behind the seconds, are estimates."
+)
+
+PLACES: dict[Place, str] = {"device": "a device", "host": "a host", "file": "a host's disk"}
+
+COSTS = {
+    "memory.tile": "launches and carries of smaller tiles",
+    "memory.keep_every": "one more forward pass of the layers between",
+    "memory.offload": "copies beside the computation",
+    "memory.optimizer": "gradients to the host and parameters back, and a step on its CPU",
+    "parallel.context": "more exchanges of carries and latents",
+    "parallel.expert": "exchanges of tokens between more ranks",
+}
+
+
+def gib(num_bytes: float) -> str:
+    """GiB (2^30 bytes) with three digits or more."""
+    if not num_bytes:
+        return "0"
+    value = num_bytes / GIB
+    return f"{value:,.1f}" if abs(value) >= 100 else f"{value:,.2f}" if abs(value) >= 1 else f"{value:.3f}"
+
+
+def reason(step: Step) -> str:
+    """Why a lever is on: what was exceeded without it."""
+    if not step.over:
+        return "asked for; it fits without"
+    over = (f"{gib(num_bytes)} GiB too many on {PLACES[place]}" for place, num_bytes in step.over.items())
+    return ", ".join(over) + " before it"
+
+
+def effect(step: Step) -> str:
+    """What a lever bought and moved: the two terms that fell most, and the places that grew."""
+    fell = [f"{name} -{gib(num_bytes)}" for name, num_bytes in step.bought[:2]]
+    grown = [f"{place} +{gib(num_bytes)}" for place, num_bytes in step.moved.items()]
+    return f"GiB per rank: {', '.join(fell + grown)}" if fell or grown else "nothing"
+
+
+def setting(step: Step) -> str:
+    """As a line of TOML under its section's name."""
+    return f"{step.setting} = {step.value!r}".replace("'", '"')
+
+
+def what_is_missing(plan: Plan) -> str:
+    """By how much a plan does not fit, and its largest terms there; one line."""
+    parts = []
+    for place, num_bytes in plan.missing.items():
+        largest = sorted(terms_in(plan, place), key=lambda term: -term.num_bytes)[:3]
+        named = ", ".join(f"{term.name} {gib(term.num_bytes)}" for term in largest)
+        limit = plan.room.limit(place) or 0
+        parts.append(
+            f"{gib(num_bytes)} GiB are missing on {PLACES[place]} ({gib(needed(plan.job, plan.room, place))} of "
+            f"{gib(limit)} GiB; largest: {named})"
+        )
+    return "; ".join(parts)
+
+
+def terms_in(plan: Plan, place: Place) -> tuple[Term, ...]:
+    """Of a rank's device, or of all ranks of one host."""
+    if place == "device":
+        return plan.memory.device
+    return (host_terms if place == "host" else file_terms)(plan.memory, plan.room)
+
+
+def as_dict(plan: Plan) -> dict[str, Any]:
+    """Everything a plan says, in bytes and seconds."""
+    job, room = plan.job, plan.room
+    return {
+        "fits": plan.fits,
+        "missing_bytes": dict(plan.missing),
+        "length": job.length,
+        "sequences_per_step": job.sequences_per_step,
+        "dtype": job.dtype,
+        "device": room.device.name,
+        "devices": room.num_devices,
+        "hosts": room.num_hosts,
+        "ranks_per_host": room.ranks_per_host,
+        "limits_bytes": _limits(room),
+        "memory": job.memory.model_dump(exclude_none=True),
+        "parallel": job.parallel.model_dump(exclude_none=True),
+        "device_bytes": plan.memory.device_bytes,
+        "peak_phase": plan.memory.peak_phase,
+        "phases": {name: _dicts(terms) for name, terms in plan.memory.phases.items()},
+        "host": {"bytes": total(terms_in(plan, "host")), "terms": _dicts(terms_in(plan, "host"))},
+        "files": {"bytes": total(terms_in(plan, "file")), "terms": _dicts(terms_in(plan, "file"))},
+        "seconds": {
+            "total": plan.seconds.total,
+            "tokens_per_second": plan.seconds.tokens_per_second(job),
+            "terms": [
+                {"name": t.name, "seconds": t.seconds, "why": t.why, "evidence": t.evidence}
+                for t in plan.seconds.terms
+            ],
+        },
+        "levers": [_step_dict(step) for step in plan.steps],
+        "not_measured": [] if room.is_cpu else [NOT_ON_A_GPU],
+    }
+
+
+def _limits(room: Room) -> dict[str, int | None]:
+    places: tuple[Place, ...] = ("device", "host", "file")
+    return {place: room.limit(place) for place in places}
+
+
+def _dicts(terms: Iterable[Term]) -> list[dict[str, Any]]:
+    return [{"name": t.name, "bytes": t.num_bytes, "why": t.why, "evidence": t.evidence} for t in terms]
+
+
+def _step_dict(step: Step) -> dict[str, Any]:
+    return {
+        "setting": step.setting,
+        "value": step.value,
+        "why": reason(step),
+        "over_bytes": dict(step.over),
+        "bought_bytes": dict(step.bought),
+        "moved_bytes": dict(step.moved),
+        "seconds": step.seconds,
+        "costs": COSTS[step.setting],
+    }

@@ -1,0 +1,96 @@
+"""The picture of a sweep: memory by term and tokens per second over the length, and where each lever comes on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter
+
+from longstrand.errors import UserError
+from longstrand.plan.devices import GIB
+from longstrand.plan.search import Plan
+from longstrand.plan.summary import setting
+from longstrand.report.drawing import AFTER, INK, MUTED, render, short_number
+from longstrand.wording import short_tokens
+
+_SHOWN = 6
+# After Okabe and Ito, as the report's; the rest of the terms is grey.
+_COLOURS = ("#0070b4", "#cf5200", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
+_REST = "#b4bcc6"
+
+
+def write_picture(plans: Sequence[Plan], model: str, path: Path) -> None:
+    """Draws a sweep into an SVG or a PNG, by the name's ending.
+
+    Raises:
+        UserError: it cannot be written.
+    """
+
+    def draw(figure: Figure, narrow: bool) -> None:
+        memory, speed = figure.subplots(2, 1, sharex=True, height_ratios=[3, 2])
+        room = plans[0].room
+        _draw_memory(memory, plans)
+        memory.set_title(f"{model}, {room.num_devices} x {room.device.name}: GiB per device, estimated")
+        _draw_speed(speed, plans)
+        speed.set_title("Tokens per second over all devices, estimated")
+        speed.set_xticks(range(len(plans)), [short_tokens(plan.job.length) for plan in plans])
+        speed.set_xlabel("tokens of a sequence")
+
+    plot = render("lengths", draw, wide=(9.0, 6.4), narrow=(4.3, 6.4))
+    try:
+        if path.suffix.lower() == ".svg":
+            path.write_text(plot.wide_svg, encoding="utf-8")
+        else:
+            path.write_bytes(plot.png)
+    except OSError as error:
+        raise UserError(
+            f"--picture {path}: cannot be written ({error.strerror}); choose another path"
+        ) from None
+
+
+def _draw_memory(axes: Axes, plans: Sequence[Plan]) -> None:
+    """Bars by term, hollow where a plan does not fit; a lever is named at the first length that needs it."""
+    named = [{term.name: term.num_bytes / GIB for term in plan.memory.device} for plan in plans]
+    largest = sorted(
+        {name for terms in named for name in terms},
+        key=lambda name: -max(terms.get(name, 0) for terms in named),
+    )
+    below = np.zeros(len(plans))
+    parts = [(name, [terms.get(name, 0.0) for terms in named]) for name in largest[:_SHOWN]]
+    shown = set(largest[:_SHOWN])
+    rest = [sum(value for name, value in terms.items() if name not in shown) for terms in named]
+    for (name, values), colour in zip(
+        [*parts, ("the rest", rest)], [*_COLOURS[: len(parts)], _REST], strict=True
+    ):
+        bars = axes.bar(range(len(plans)), values, 0.72, bottom=below, color=colour, label=name)
+        for bar, plan in zip(bars, plans, strict=True):
+            bar.set_alpha(1.0 if plan.fits else 0.3)
+        below += values
+    limit = plans[0].room.limit("device")
+    if limit:
+        axes.axhline(limit / GIB, color=INK, linewidth=1, linestyle="--")
+        axes.text(-0.4, limit / GIB, "limit", color=INK, va="bottom", fontsize=9)
+    axes.set_ylim(0, 1.35 * max(float(below.max()), limit / GIB if limit else 0))
+    before: set[str] = set()
+    for place, plan in enumerate(plans):
+        new = [setting(step) for step in plan.steps if step.setting not in before]
+        before |= {step.setting for step in plan.steps}
+        label = "\n".join(each.replace("memory.", "").replace("parallel.", "") for each in new)
+        axes.text(place, below[place], label, ha="center", va="bottom", fontsize=7.5, color=INK)
+    axes.legend(loc="upper left", ncols=4, fontsize=8, labelcolor=INK)
+
+
+def _draw_speed(axes: Axes, plans: Sequence[Plan]) -> None:
+    fitting = [(place, plan) for place, plan in enumerate(plans) if plan.fits]
+    rates = [plan.seconds.tokens_per_second(plan.job) for _, plan in fitting]
+    axes.plot([place for place, _ in fitting], rates, color=AFTER, marker="o", markersize=5)
+    for place, plan in enumerate(plans):
+        if not plan.fits:
+            axes.text(place, 0, "does not fit", ha="center", va="bottom", fontsize=8, color=MUTED)
+    if rates:
+        axes.set_ylim(0, 1.15 * max(rates))
+    axes.yaxis.set_major_formatter(FuncFormatter(short_number))

@@ -1,0 +1,325 @@
+"""`longstrand plan`: its answers, exit codes, the recipe that it writes, and that it is fast without torch."""
+
+import json
+import resource
+import subprocess
+import sys
+from dataclasses import dataclass
+
+import pytest
+
+from longstrand.cli import main
+from longstrand.config import load_recipe
+from longstrand.model import load_model
+from longstrand.plan.devices import GIB, find_device
+
+TIGHT = """
+memory_gib = {gib}
+bfloat16_tflops = 100.0
+float32_tflops = 50.0
+memory_gb_per_second = 1000.0
+host_gb_per_second = 20.0
+peer_gb_per_second = 20.0
+network_gb_per_second = 2.0
+devices_per_host = 2
+"""
+FLASH = ("--model", "glm-5.3-flash", "--device", "B200", "--devices", "64")
+
+
+@dataclass
+class Called:
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def call(monkeypatch, capsys, tmp_path):
+    """Runs `longstrand plan` in this process, in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: str) -> Called:
+        monkeypatch.setattr(sys, "argv", ["longstrand", "plan", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        captured = capsys.readouterr()
+        return Called(ended.value.code or 0, captured.out, captured.err)
+
+    return run
+
+
+@pytest.fixture
+def tight(tmp_path):
+    """A device on which the toy needs levers at 1M tokens."""
+    path = tmp_path / "mine.toml"
+    path.write_text(TIGHT.format(gib=2.0))
+    return str(path)
+
+
+def test_it_says_memory_seconds_levers_and_what_was_not_measured(call):
+    called = call(*FLASH, "--length", "1M")
+    assert called.code == 0
+    for part in (
+        "1M tokens (1,048,576)",
+        "64 x B200 on 8 hosts",
+        "layer inputs",
+        "tokens/s",
+        "Fits:",
+        "of 178.0 GiB",
+    ):
+        assert part in called.out
+    assert "Not measured on a GPU" in called.out
+    assert max(map(len, called.out.splitlines())) <= 100
+
+
+def test_json_adds_up(call):
+    plan = json.loads(call(*FLASH, "--length", "1M", "--json").out)
+    assert plan["fits"] and plan["length"] == 2**20
+    assert plan["limits_bytes"]["device"] == 178 * 2**30
+    peaks = {name: sum(term["bytes"] for term in terms) for name, terms in plan["phases"].items()}
+    assert max(peaks.values()) == peaks[plan["peak_phase"]] == plan["device_bytes"]
+    seconds = plan["seconds"]
+    assert sum(term["seconds"] for term in seconds["terms"]) == pytest.approx(seconds["total"])
+    assert seconds["tokens_per_second"] == pytest.approx(2**20 / seconds["total"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ([], "needs a recipe, or --model"),
+        (["nowhere.toml"], "nowhere.toml: no such recipe"),
+        (["human_x", "--model", "toy"], "--model: the recipe human_x says it"),
+        (["human_x", "--length", "1M"], "change it there with --set data.length="),
+        (
+            ["human_x", "--devices", "3"],
+            "--devices 3: the recipe is for parallel.data x parallel.context = 1",
+        ),
+        (["human_x", "human_x"], "one recipe at a time"),
+        (["--model", "toy"], "--length: missing"),
+        (["--model", "toy", "--length", "1MB"], "--length 1MB: must be a whole number of tokens"),
+        (["--model", "toy", "--length", "1"], "--length 1: must be at least 2"),
+        (["--model", "tooy", "--length", "1M"], "did you mean toy?"),
+        (["--model", "toy", "--length", "1M", "--device", "B300"], "--device B300: no such device or file"),
+        (["--model", "toy", "--length", "1M", "--dtype", "fp8"], "--dtype fp8: must be float32"),
+        (
+            ["--model", "toy", "--length", "1M", "--trainable", "everything"],
+            "--trainable everything: must be all",
+        ),
+        (["--model", "toy", "--length", "1M", "--trainable", "all,kda"], "--trainable all,kda: must be all"),
+        (["--model", "toy", "--length", "1M", "--optimizer", "disk"], "--optimizer disk: must be auto"),
+        (["--model", "toy", "--length", "1M", "--optimizer", "host"], "a CPU's memory is the host's"),
+        (["--model", "toy", "--length", "1M", "--set", "train.lr=1"], "--set train.lr=1: overrides a recipe"),
+        (["--model", "toy", "--fit", "width"], "--fit width: must be length or devices"),
+        (["--model", "toy", "--length", "1M", "--fit", "length", "--sweep", "1k..2k"], "ask one at a time"),
+        (["--model", "toy", "--sweep", "16k"], "--sweep 16k: must be two lengths"),
+        (["--model", "toy", "--sweep", "4M..16k"], "must ascend"),
+        (["--model", "toy", "--length", "1M", "--picture", "x.svg"], "shows a sweep"),
+        (["--model", "toy", "--sweep", "1k..2k", "--picture", "x.pdf"], "must end in .svg or .png"),
+        (["--model", "toy", "--sweep", "1k..2k", "--write", "x.toml"], "a sweep has many plans"),
+    ],
+)
+def test_what_cannot_be_asked_is_refused_in_one_line(call, arguments, says):
+    called = call(*arguments)
+    assert called.code == 2
+    assert says in called.err and called.err.count("\n") == 1 and "Traceback" not in called.err
+
+
+def test_what_does_not_fit_ends_with_3_and_says_what_is_missing(call):
+    called = call("--model", "glm-5.3-flash-4-layers", "--device", "RTX-4090", "--length", "64k")
+    assert called.code == 3
+    assert "GiB are missing on a device" in called.err and "largest: " in called.err
+    assert "Does not fit" in called.out
+
+
+def test_a_recipe_is_planned_as_it_stands_and_told_what_would_fit(call, tight):
+    recipe = ["human_x", "--set", "data.length=1M", "--set", "memory.tile=4096"]
+    as_it_is = json.loads(call(*recipe, "--device", tight, "--json").out)
+    assert as_it_is["memory"]["tile"] == 4096 and not as_it_is["fits"]
+    called = call(*recipe, "--device", tight)
+    assert called.code == 3
+    assert "It would fit with --set memory." in called.out
+    sets = called.out.partition("It would fit with ")[2].split()
+    assert call(*recipe, *sets, "--device", tight).code == 0
+
+
+def test_a_recipe_for_this_machine_is_judged_by_it(call):
+    called = call("human_x_65k")
+    assert called.code == 0
+    assert "this host" in called.out and "open files per rank" in called.out
+    called = call("human_x_65k", "--host-memory", "0.3")
+    assert called.code == 3
+
+
+def test_this_host_is_judged_for_a_model_too(call, tight):
+    called = call("--model", "toy", "--device", tight, "--length", "64k", "--this-host")
+    assert called.code == 0 and "this host" in called.out and "open files per rank" in called.out
+    elsewhere = call("--model", "toy", "--device", tight, "--length", "64k")
+    assert "this host" not in elsewhere.out and "not given (--host-memory)" in elsewhere.out
+
+
+def test_the_longest_sequence_and_the_fewest_devices(call, tight):
+    longest = call(
+        "--model", "toy", "--device", tight, "--fit", "length", "--host-memory", "4", "--host-disk", "0"
+    )
+    assert longest.code == 0 and "(rounded down to a multiple of 1,024)" in longest.out
+    fewest = call("--model", "glm-5.3-flash", "--device", "B200", "--fit", "devices", "--length", "1M")
+    assert fewest.code == 0 and "The fewest are" in fewest.out
+
+
+def test_a_sweep_has_a_row_per_length_and_a_picture(call, tight, tmp_path):
+    called = call("--model", "toy", "--device", tight, "--sweep", "16k..4M", "--picture", "sweep.svg")
+    assert called.code == 0
+    for length in ("16k", "32k", "64k", "128k", "256k", "512k", "1M", "2M", "4M"):
+        assert sum(line.split()[:1] == [length] for line in called.out.splitlines()) == 1
+    svg = (tmp_path / "sweep.svg").read_text()
+    assert svg.lstrip().startswith("<?xml") and "layer inputs" in svg and "Tokens per second" in svg
+    assert call("--model", "toy", "--device", tight, "--sweep", "16k..1M", "--picture", "s.png").code == 0
+    assert (tmp_path / "s.png").read_bytes()[:4] == b"\x89PNG"
+    rows = json.loads(call("--model", "toy", "--device", tight, "--sweep", "16k..1M", "--json").out)
+    assert [row["length"] for row in rows] == [16384 * 2**n for n in range(7)]
+
+
+def test_a_written_recipe_loads_says_why_and_plans_the_same(call, tight, tmp_path):
+    asked = ("--model", "toy", "--device", tight, "--length", "2M", "--host-memory", "64")
+    called = call(*asked, "--write", "r.toml", "--json")
+    assert called.code == 0
+    plan = json.loads(called.out)
+    recipe = load_recipe(tmp_path / "r.toml")
+    assert recipe.memory.model_dump(exclude_none=True) == plan["memory"]
+    assert recipe.parallel.model_dump(exclude_none=True) == plan["parallel"]
+    assert (recipe.data.length, recipe.run.dtype) == (2**21, "bfloat16")
+    text = (tmp_path / "r.toml").read_text()
+    assert plan["levers"]
+    assert text.count("# plan: ") == len(plan["levers"])
+    again = json.loads(call("r.toml", "--device", tight, "--host-memory", "64", "--json").out)
+    assert again["device_bytes"] == plan["device_bytes"] and again["fits"]
+    refused = call(*asked, "--write", "r.toml")
+    assert refused.code == 2 and "exists, and is never overwritten" in refused.err
+    assert (tmp_path / "r.toml").read_text() == text
+
+
+@pytest.mark.parametrize(
+    ("groups", "indexer"), [("kda,mla", "frozen"), ("mla,indexer", "sparse"), ("indexer", "warmup")]
+)
+def test_groups_that_learn_are_written_as_a_recipe_must_say_them(call, groups, indexer):
+    asked = ("--model", "toy", "--length", "4k", "--trainable", groups)
+    some = json.loads(call(*asked, "--write", "r.toml", "--json").out)
+    recipe = load_recipe("r.toml")
+    assert (",".join(recipe.train.trainable), recipe.train.indexer) == (groups, indexer)
+    whole = json.loads(call("--model", "toy", "--length", "4k", "--json").out)
+    assert sum(t["bytes"] for t in some["phases"]["start"]) < sum(
+        t["bytes"] for t in whole["phases"]["start"]
+    )
+
+
+def test_a_recipe_that_fits_is_written_as_it_is(call, tmp_path):
+    assert call("human_x_65k", "--set", "train.betas=[0.9, 0.99]", "--write", "same.toml").code == 0
+    assert load_recipe("same.toml") == load_recipe("human_x_65k", ["train.betas=[0.9, 0.99]"])
+
+
+def test_a_recipe_that_does_not_is_written_with_what_would(call, tight, tmp_path):
+    asked = ("human_x", "--set", "data.length=2M", "--device", tight, "--host-memory", "64")
+    assert call(*asked, "--write", "fits.toml").code == 3
+    before, after = load_recipe("human_x", ["data.length=2M"]), load_recipe("fits.toml")
+    assert after.model_copy(update={"memory": before.memory, "parallel": before.parallel}) == before
+    assert after.memory != before.memory
+    assert call("fits.toml", "--device", tight, "--host-memory", "64").code == 0
+
+
+def test_a_shape_without_a_file_gets_one_beside_its_recipe(call, tmp_path):
+    asked = ("--model", "glm-5.3-flash-4-layers", "--device", "H200", "--length", "64k", "--write", "r.toml")
+    assert call(*asked).code == 0
+    assert load_recipe(tmp_path / "r.toml").model.config == "r-config.json"
+    assert json.loads((tmp_path / "r-config.json").read_text())["num_hidden_layers"] == 4
+    assert call("r.toml", "--device", "H200").code == 0
+
+
+def test_a_written_config_is_one_that_train_reads(call, tmp_path):
+    assert call("--model", "toy", "--length", "4k", "--write", "r.toml").code == 0
+    assert load_recipe(tmp_path / "r.toml").model.config == "toy"
+    call("--model", "glm-5.3-flash-4-layers", "--device", "H200", "--length", "4k", "--write", "s.toml")
+    config = json.loads((tmp_path / "s-config.json").read_text())
+    small = {"hidden_size": 32, "vocab_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2}
+    small |= {
+        "linear_num_heads": 2,
+        "linear_head_dim": 8,
+        "n_routed_experts": 8,
+        "q_lora_rank": 8,
+        "kv_lora_rank": 8,
+    }
+    small |= {"intermediate_size": 16, "moe_intermediate_size": 8, "pad_token_id": None}
+    (tmp_path / "small.json").write_text(json.dumps(config | small))
+    assert len(load_model(tmp_path / "small.json").layers) == 4
+
+
+def test_nothing_is_written_for_what_does_not_fit(call, tmp_path):
+    called = call("--model", "glm-5.3-flash", "--device", "L40S", "--length", "64k", "--write", "r.toml")
+    assert called.code == 3 and not (tmp_path / "r.toml").exists()
+
+
+def test_factors_of_finished_runs_change_the_seconds(call, tmp_path):
+    pytest.importorskip("longstrand.plan.calibrate")
+    asked = ("--model", "toy", "--length", "64k", "--json")
+    before = json.loads(call(*asked).out)["seconds"]
+    factors = {term["name"]: 2.0 for term in before["terms"]}
+    (tmp_path / "mine.json").write_text(json.dumps({"version": 1, "where": "here", "factors": factors}))
+    after = json.loads(call(*asked, "--calibrated", "mine.json").out)["seconds"]
+    assert after["total"] == pytest.approx(2 * before["total"], rel=0.01)
+    assert call(*asked, "--calibrated", "nowhere.json").code == 2
+    refused = call("--calibrate", "nowhere", "elsewhere")
+    assert refused.code == 2 and "nowhere" in refused.err
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ("memory_gib = -1", "memory_gib = -1"),
+        ("memory_gib = 'much'", "memory_gib = 'much'"),
+        ("memory_gb = 80", "memory_gb"),
+        ("bfloat16_tflops = 0.0", "bfloat16_tflops = 0.0"),
+        ("devices_per_host = 0", "devices_per_host = 0"),
+        ("kind = 'tpu'", "kind = 'tpu'"),
+        ("broken", "not valid TOML"),
+    ],
+)
+def test_a_device_of_ones_own_names_what_is_wrong(call, tmp_path, change, says):
+    key = change.partition(" =")[0]
+    lines = [line for line in TIGHT.format(gib=80.0).splitlines() if not line.startswith(f"{key} ")]
+    (tmp_path / "wrong.toml").write_text("\n".join([*lines, change]))
+    called = call("--model", "toy", "--length", "64k", "--device", "wrong.toml")
+    assert called.code == 2 and says in called.err and called.err.count("\n") == 1
+
+
+def test_a_device_that_lacks_a_number_says_which(call, tmp_path):
+    (tmp_path / "lacks.toml").write_text(TIGHT.format(gib=80.0).replace("peer_gb_per_second = 20.0\n", ""))
+    called = call("--model", "toy", "--length", "64k", "--device", "lacks.toml")
+    assert called.code == 2 and "peer_gb_per_second" in called.err
+
+
+def test_host_memory_is_gib(call):
+    plan = json.loads(call("--model", "toy", "--length", "64k", "--host-memory", "4", "--json").out)
+    assert plan["limits_bytes"]["host"] == 4 * GIB
+    assert plan["device"] == find_device("cpu").name
+
+
+COMMANDS = [
+    [*FLASH, "--length", "1M"],
+    [*FLASH, "--sweep", "16k..4M"],
+    ["--model", "glm-5.3-flash-4-layers", "--device", "H200", "--devices", "8", "--fit", "length"],
+    ["--model", "glm-5.3-flash", "--device", "B200", "--length", "4M", "--fit", "devices"],
+    ["human_x"],
+]
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: " ".join(command[-3:]))
+def test_it_answers_within_two_seconds_without_torch(command, tmp_path):
+    code = (
+        "import sys\nfrom longstrand.cli import main\nsys.argv = ['longstrand', 'plan', *sys.argv[1:]]\n"
+        "try:\n    main()\nexcept SystemExit as ended:\n    assert not ended.code, ended.code\n"
+        "assert 'torch' not in sys.modules"
+    )
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run([sys.executable, "-c", code, *command], cwd=tmp_path, check=True, capture_output=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    # Of its own: other work on the machine stretches what a clock would say.
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 2

@@ -1,0 +1,143 @@
+"""A host before a run: exact pinned blocks, what another allocator would take, and refusals with numbers."""
+
+import os
+import resource
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from planned import REAL, small_room, toy_job, with_memory, with_ranks
+
+from longstrand.errors import UserError
+from longstrand.plan.devices import GIB, find_device
+from longstrand.plan.host import (
+    Machine,
+    check_host,
+    descriptors_of,
+    file_shortages,
+    host_needs,
+    pinned_by,
+    power_of_two,
+    shortages,
+    this_machine,
+)
+from longstrand.plan.job import Job
+from longstrand.plan.room import PROCESS_BYTES, Room
+from longstrand.plan.terms import total
+
+PLENTY = Machine(10**18, "the memory of this machine")
+
+
+def test_a_block_of_two_and_a_quarter_gib_becomes_four_in_an_allocator_that_rounds():
+    assert power_of_two(int(2.25 * GIB)) == 4 * GIB
+    assert power_of_two(4 * GIB) == 4 * GIB
+    assert power_of_two(4 * GIB + 1) == 8 * GIB
+
+
+def test_what_a_rank_pins_is_exact_and_shown_beside_what_rounding_would_take():
+    # 73,728 tokens a rank: 32 KiB each are the 2.25 GiB of a stream.
+    job = with_memory(with_ranks(Job(REAL, 8 * 73_728), context=8), offload="host")
+    pinned = pinned_by(job)
+    assert pinned is not None
+    assert pinned.rounded == pinned.num_streams * 4 * GIB + GIB
+    stream = 73_728 * 4 * 4096 * 2
+    assert pinned.num_streams == 44
+    assert 0.99 < pinned.exact / (44 * stream) < 1.01 + 1 / 44
+    assert pinned_by(with_memory(job, offload="disk")) is None
+
+
+def test_a_host_holds_what_all_of_its_ranks_do():
+    job = with_memory(with_ranks(Job(REAL, 2**20), context=64), offload="host", optimizer="host")
+    needs = host_needs(job, Room(find_device("B200"), 64))
+    assert needs.ranks == 8
+    pinned = pinned_by(job)
+    assert pinned is not None
+    assert total(needs.memory) >= 8 * (pinned.exact + PROCESS_BYTES["gpu"])
+
+
+def test_every_shortage_names_setting_value_rule_and_remedy():
+    job = with_memory(with_ranks(toy_job(2**20), context=4), offload="host")
+    needs = host_needs(job, small_room(8 * GIB, 4))
+    assert shortages(needs, PLENTY) == []
+    tight = Machine(2**20, "the limit of this cgroup (/sys/fs/cgroup/memory.max)", 0, 20, 4096)
+    memory, pinned, files = shortages(needs, tight)
+    assert "4 ranks here need" in memory and "the limit of this cgroup" in memory and "0.00 GiB" in memory
+    assert 'memory.offload = "host"' in pinned and "ulimit -l" in pinned
+    assert "may have 20 (ulimit -n)" in files and f"about {needs.descriptors}" in files
+
+
+def test_slack_lets_through_what_would_fit_by_a_little_less():
+    needs = host_needs(toy_job(65536), Room(find_device("CPU"), 1, host_bytes=GIB))
+    barely = replace(PLENTY, memory_bytes=int(total(needs.memory) / 1.05))
+    assert shortages(needs, barely) and not shortages(needs, barely, slack=0.1)
+
+
+def test_disks_are_judged_by_what_is_free_on_them(tmp_path, monkeypatch):
+    job = with_memory(toy_job(2**20), offload="disk")
+    needs = host_needs(job, small_room(8 * GIB))
+    spooled, kept = total(needs.files), 3 * needs.checkpoint_bytes
+    assert spooled > 0 and kept > 0
+    real = os.statvfs(tmp_path)
+    block = real.f_frsize
+
+    def with_free(num_bytes: int) -> list[str]:
+        free = os.statvfs_result((*real[:4], num_bytes // block, *real[5:]))
+        monkeypatch.setattr(os, "statvfs", lambda _: free)
+        return file_shortages(needs, tmp_path / "spool", tmp_path / "run", keep=2)
+
+    assert with_free(spooled + kept + block) == []
+    (only,) = with_free(spooled + block)  # one disk for both
+    assert only.startswith(f"run.out = {tmp_path / 'run'}: train.keep = 2") and "beside a spool of" in only
+    spool, _ = with_free(spooled - block)
+    assert spool.startswith(f"memory.spool = {tmp_path / 'spool'}") and "make room" in spool
+
+
+def test_descriptors_cover_what_real_ranks_open():
+    """Counted on processes of this project's own: 9 in one, at most 26, 30 and 50 in two to four on these axes."""
+    for counted, axes in (
+        (9, {}),
+        (26, {"context": 2}),
+        (30, {"context": 2, "expert": 2}),
+        (32, {"context": 4, "expert": 4}),
+        (50, {"data": 2, "context": 2, "expert": 2}),
+    ):
+        assert counted <= descriptors_of(with_ranks(toy_job(), **axes), 1) <= counted + 60
+    assert descriptors_of(with_ranks(toy_job(), context=64, expert=32), 1) < 1024  # a common limit
+
+
+def test_this_machine_is_read_from_where_the_kernel_says_it():
+    machine = this_machine()
+    kilobytes = next(
+        int(line.split()[1]) for line in Path("/proc/meminfo").read_text().splitlines() if "MemTotal" in line
+    )
+    assert 0 < machine.memory_bytes <= kilobytes * 1024
+    assert machine.open_files == resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
+def test_a_run_that_this_host_has_no_room_for_is_refused_with_numbers():
+    room = Room(find_device("CPU"), 1)
+    check_host(toy_job(65536), room, num_sources=1)
+    with pytest.raises(UserError, match=r"1 rank here need [\d,.]+ GiB, and the .* is [\d.]+ GiB"):
+        check_host(toy_job(2**31), room, num_sources=1)
+
+
+def test_train_refuses_it_before_the_first_step(tmp_path):
+    (tmp_path / "x.fa").write_text(">a\n" + "ACGT" * 2000 + "\n")
+    (tmp_path / "r.toml").write_text(
+        '[run]\nout = "run"\nthreads = 1\n[model]\nconfig = "toy"\n[kernels]\ncpu = "portable"\n'
+        '[data]\nlength = 4096\ncache = "cache"\n[[data.sources]]\npath = "x.fa"\n[train]\nsteps = 1\nlr = 1e-3\n'
+    )
+    code = (
+        "import resource, sys; resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40)); sys.argv[0] = 'longstrand'; "
+        "from longstrand.cli import main; main()"
+    )
+    command = [sys.executable, "-c", code, "train", "r.toml"]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert ended.returncode == 2
+    assert (
+        "open files: each rank needs about 49 descriptors, and a process may have 40 (ulimit -n)"
+        in ended.stderr
+    )
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()

@@ -1,0 +1,78 @@
+"""The questions turned around: each answer is the last that fits."""
+
+from dataclasses import replace
+
+import pytest
+from planned import REAL, SLICE, small_room, toy_job
+
+from longstrand.errors import UserError
+from longstrand.plan.devices import GIB, find_device
+from longstrand.plan.inverse import doubling_lengths, fewest_devices, longest_sequence, sweep
+from longstrand.plan.job import Job
+from longstrand.plan.room import Room
+from longstrand.plan.search import search
+
+
+@pytest.mark.parametrize(
+    ("job", "room"),
+    [
+        (toy_job(), small_room(GIB / 4, host_bytes=GIB * 4, file_bytes=2 * GIB)),
+        (toy_job(), Room(find_device("CPU"), 1, host_bytes=2 * GIB, file_bytes=20 * GIB)),
+        (Job(SLICE, 2**20), Room(find_device("H200"), 1, host_bytes=1000 * GIB, file_bytes=0)),
+    ],
+)
+def test_the_longest_sequence_fits_and_a_thousand_tokens_more_do_not(job, room):
+    found = longest_sequence(job, room)
+    assert found is not None and found.plan.fits
+    length = found.plan.job.length
+    assert length % 1024 == 0
+    assert found.next_plan is not None and not found.next_plan.fits
+    assert found.next_plan.job.length == length + 1024
+    assert not search(replace(job, length=2 * length), room).fits
+
+
+def test_more_memory_is_never_a_shorter_sequence():
+    rooms = [small_room(part * GIB, host_bytes=4 * GIB, file_bytes=8 * GIB) for part in (0.25, 0.5, 1.0)]
+    lengths = [longest_sequence(toy_job(), room).plan.job.length for room in rooms]
+    assert lengths == sorted(lengths)
+
+
+def test_no_sequence_fits_where_the_weights_do_not():
+    assert longest_sequence(Job(SLICE, 2**20), Room(find_device("RTX-4090"), 1)) is None
+
+
+@pytest.mark.parametrize(
+    ("job", "room"),
+    [
+        (Job(REAL, 2**20), Room(find_device("B200"), 1)),
+        (Job(SLICE, 2**20), Room(find_device("H100-80"), 1, host_bytes=300 * GIB)),
+    ],
+)
+def test_one_host_or_device_fewer_than_the_fewest_does_not_fit(job, room):
+    found = fewest_devices(job, room)
+    assert found.fits
+    number, per_host = found.room.num_devices, room.device.devices_per_host
+    fewer = number - (per_host if number > per_host else 1)
+    assert number <= per_host or number % per_host == 0
+    assert not fewer or not search(job, replace(room, num_devices=fewer)).fits
+
+
+def test_no_number_of_devices_holds_what_a_single_one_must():
+    found = fewest_devices(toy_job(4096), small_room(2**16))
+    assert not found.fits
+
+
+def test_a_sweep_has_a_plan_per_doubling():
+    lengths = doubling_lengths(16384, 2**22)
+    assert lengths == [16384 * 2**n for n in range(9)]
+    assert doubling_lengths(1024, 5000) == [1024, 2048, 4096, 5000]
+    assert doubling_lengths(4096, 4096) == [4096]
+    plans = sweep(toy_job(), small_room(8 * GIB), lengths)
+    assert [plan.job.length for plan in plans] == lengths
+    memory = [plan.memory.device_bytes for plan in plans if not plan.steps]
+    assert memory == sorted(memory)
+
+
+def test_a_sweep_ascends():
+    with pytest.raises(UserError, match="must ascend"):
+        doubling_lengths(4096, 1024)

@@ -1,0 +1,203 @@
+"""What any plan of memory must obey, and the ways in which planners are known to be wrong."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from planned import REAL, SLICE, TOY, toy_job, with_memory, with_ranks
+
+import longstrand.plan
+from longstrand.config import parse_length
+from longstrand.plan.devices import GIB, find_device
+from longstrand.plan.job import Job
+from longstrand.plan.memory import plan_memory
+from longstrand.plan.streams import streams_at_once
+from longstrand.plan.terms import Memory, total
+
+
+def everywhere(memory: Memory) -> int:
+    return memory.device_bytes + total(memory.elsewhere)
+
+
+def on_device(memory: Memory, name: str) -> int:
+    """The most in any phase."""
+    return max(sum(t.num_bytes for t in terms if t.name == name) for terms in memory.phases.values())
+
+
+def named(memory: Memory, name: str) -> int:
+    """The most on the device in any phase, and what lies elsewhere."""
+    return on_device(memory, name) + sum(term.num_bytes for term in memory.elsewhere if term.name == name)
+
+
+LEVERS = st.fixed_dictionaries(
+    {
+        "tile": st.sampled_from([128, 512, 1024, 4096]),
+        "keep_every": st.sampled_from([1, 2]),
+        "offload": st.sampled_from(["none", "host", "disk"]),
+        "optimizer": st.sampled_from(["device", "host"]),
+    }
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    levers=LEVERS,
+    tokens=st.integers(64, 2**20),
+    more=st.integers(1, 2**20),
+    context=st.sampled_from([1, 2, 4]),
+)
+def test_a_longer_sequence_never_needs_less(levers, tokens, more, context):
+    job = with_ranks(with_memory(toy_job(tokens), **levers), context=context)
+    longer = replace(job, length=tokens + more)
+    assert everywhere(plan_memory(longer)) >= everywhere(plan_memory(job))
+    assert plan_memory(longer).device_bytes >= plan_memory(job).device_bytes
+
+
+@settings(max_examples=25, deadline=None)
+@given(levers=LEVERS, tokens=st.integers(64, 2**20), factor=st.integers(2, 8))
+def test_a_wider_model_never_needs_less(levers, tokens, factor):
+    job = with_memory(toy_job(tokens), **levers)
+    wider = replace(
+        job,
+        shape=replace(
+            TOY,
+            hidden_size=TOY.hidden_size * factor,
+            intermediate_size=TOY.intermediate_size * factor,
+            moe_intermediate_size=TOY.moe_intermediate_size * factor,
+        ),
+    )
+    assert plan_memory(wider).device_bytes > plan_memory(job).device_bytes
+
+
+@pytest.mark.parametrize("shape", [SLICE, REAL, TOY], ids=["slice", "real", "toy"])
+@pytest.mark.parametrize("length", [16384, 2**20])
+def test_a_lever_never_raises_the_term_that_it_is_for(shape, length):
+    job = with_ranks(Job(shape, length), context=8)
+    plain = plan_memory(job)
+    for place in ("host", "disk"):
+        moved = plan_memory(with_memory(job, offload=place))
+        assert on_device(moved, "layer inputs") < on_device(plain, "layer inputs")
+        assert named(moved, "layer inputs") >= named(
+            plain, "layer inputs"
+        )  # whole pages, and nothing is lost
+    on_host = plan_memory(with_memory(job, optimizer="host"))
+    assert on_device(on_host, "moments") == 0
+    assert named(on_host, "moments") == named(plain, "moments") or not on_device(plain, "moments")
+    layers = shape.num_hidden_layers
+    for k in (2, 3, 6):
+        if k < layers and streams_at_once(layers, 0, k) < streams_at_once(layers, 0, 1):
+            fewer = plan_memory(with_memory(job, keep_every=k))
+            assert on_device(fewer, "layer inputs") <= on_device(plain, "layer inputs")
+
+
+def test_a_smaller_tile_never_raises_what_is_not_kept_per_tile():
+    def without_carries(tile: int) -> int:
+        memory = plan_memory(with_memory(with_ranks(Job(REAL, 2**20), context=64), tile=tile))
+        return sum(term.num_bytes for term in memory.device if "carries" not in term.name)
+
+    sizes = [without_carries(2**power) for power in range(8, 14)]
+    assert sizes == sorted(sizes)
+
+
+@pytest.mark.parametrize("context", [2, 8])
+def test_more_context_ranks_never_need_more_for_layer_inputs(context):
+    alone, shared = (plan_memory(with_ranks(Job(SLICE, 2**20), context=n)) for n in (1, context))
+    one_more = 4 / 3  # of three streams: the last layer's way back has a gradient beside its input
+    assert on_device(shared, "layer inputs") <= 1.001 * one_more * on_device(alone, "layer inputs") / context
+
+
+# Known faults of planners.
+
+
+def slope(job: Job, phase: str) -> float:
+    """Bytes of a phase per further token of the sequence."""
+    twice = replace(job, length=2 * job.length)
+    grown = total(plan_memory(twice).phases[phase]) - total(plan_memory(job).phases[phase])
+    return grown / job.length
+
+
+def test_gradients_of_gathered_buffers_are_counted():
+    """Each rank holds latents and pool keys of the whole sequence, and on the way back their float32 gradients."""
+    job = with_memory(with_ranks(Job(REAL, 2**23), context=64), offload="host")
+    pools = REAL.index_head_dim / REAL.index_kpool
+    gathered = REAL.kv_lora_rank * 2 + pools * 2
+    gradient = REAL.kv_lora_rank * 4
+    assert slope(job, "forward") >= gathered
+    assert slope(job, "backward") >= gathered + gradient
+
+
+def test_shared_experts_are_counted_once():
+    shared = sum(w.num_values for w in Job(REAL, 1024).weights() if "shared_experts" in w.name)
+    layers = REAL.mlp_layer_types.count("sparse")
+    assert shared == layers * REAL.n_shared_experts * 3 * REAL.hidden_size * REAL.moe_intermediate_size
+    none = replace(REAL, n_shared_experts=2)
+    more = sum(w.num_values for w in Job(none, 1024).weights()) - sum(
+        w.num_values for w in Job(REAL, 1024).weights()
+    )
+    assert more == shared  # a second one costs as much as the first
+
+
+def test_the_head_is_counted_and_a_tied_one_is_not():
+    untied, tied = (Job(replace(REAL, tie_word_embeddings=t), 1024) for t in (False, True))
+    head = REAL.vocab_size * REAL.hidden_size
+    assert sum(w.num_values for w in untied.weights()) - sum(w.num_values for w in tied.weights()) == head
+    start_of = [total(plan_memory(job).phases["start"]) for job in (untied, tied)]
+    assert start_of[0] - start_of[1] >= head * 2  # in bfloat16, and its moments
+
+
+def test_frozen_weights_have_no_gradients_and_no_moments():
+    frozen, all_of_it = (
+        plan_memory(Job(SLICE, 16384, trainable=groups)) for groups in (("norms",), ("all",))
+    )
+    weights = sum(w.num_bytes for w in Job(SLICE, 16384).weights())
+    assert weights <= total(frozen.phases["start"]) < 1.02 * weights
+    assert total(all_of_it.phases["start"]) > 4 * weights  # two moments of twice the bytes each
+
+
+def test_memory_is_gib_and_not_gb():
+    b200 = find_device("b200")
+    assert b200.memory_bytes == 178 * 2**30
+    assert round(b200.memory_bytes / 1e9) == 191
+    assert GIB == 1_073_741_824
+
+
+def test_bytes_are_whole_numbers_beyond_32_bits():
+    million, more = 2**20, 2**26
+    jobs = [with_ranks(Job(REAL, length), context=8) for length in (million, more)]
+    for job in jobs:
+        memory = plan_memory(job)
+        terms = [*memory.elsewhere, *(term for terms in memory.phases.values() for term in terms)]
+        assert all(type(term.num_bytes) is int and term.num_bytes >= 0 for term in terms)
+    inputs = [on_device(plan_memory(job), "layer inputs") for job in jobs]
+    assert inputs[0] > 2**32
+    assert inputs[1] == pytest.approx(64 * inputs[0], rel=0.05)
+    assert million * REAL.vocab_size == 162_403_450_880 > 2**31  # logits of a million tokens
+    assert 200_000 * 16_384 == 3_276_800_000 > 2**31  # a row's offset in a buffer that wide
+
+
+def test_no_narrow_integer_stands_in_the_planner():
+    sources = [path.read_text() for path in Path(longstrand.plan.__file__).parent.glob("*.py")]
+    assert sources and not any("int32" in text or "np.int_" in text for text in sources)
+
+
+def test_no_plan_grows_with_tokens_times_vocabulary():
+    """A planner that counts logits of all tokens is as wrong as one that forgets the head's block."""
+    small, large = (Job(replace(SLICE, vocab_size=v), 2**20) for v in (32768, 154880))
+    grown = slope(large, "backward") - slope(small, "backward")
+    assert abs(grown) < 24_000  # bytes per token, where logits of bfloat16 would be 244,224
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens"),
+    [("131072", 131072), ("512k", 524288), ("1M", 1048576), ("4m", 4194304), ("1_000", 1000), ("16K", 16384)],
+)
+def test_lengths_are_read(text, tokens):
+    assert parse_length(text) == tokens
+
+
+@pytest.mark.parametrize("text", ["1G", "1.5M", "", "-1k", "1 M", "1MB", "9" * 31])
+def test_what_is_no_length_is_refused(text):
+    with pytest.raises(ValueError, match="whole number of tokens"):
+        parse_length(text)
