@@ -136,7 +136,7 @@ def _measure(values: dict[str, Any]) -> Found:
 def _steps(case: Case, steps: int) -> None:
     """Model, optimizer and steps, as training makes them."""
     use_native(case.form)
-    sizes, settings = case.job.parallel, TrainSection(steps=steps, lr=1e-4, trainable=list(case.trainable))
+    sizes, settings = case.job.parallel, TrainSection(steps=steps, lr=1e-4, trainable=[*case.trainable])  # type: ignore[list-item]
     model = load_model(case.shape, getattr(torch, case.dtype), seed=0)
     names = trained_names(model.groups(), settings)
     freeze_all_but(model, names)
