@@ -27,6 +27,7 @@ class Job:
         form: of the ops: compiled CPU kernels, or plain torch.
         data_skew: what the busiest expert rank receives, over the mean of all.
         threads: CPU threads of torch.
+        kind: of the devices; a GPU's allocator and its communication take memory of their own.
     """
 
     shape: Architecture
@@ -41,6 +42,7 @@ class Job:
     form: Form = "portable"
     data_skew: float = 1.0
     threads: int = 1
+    kind: Literal["cpu", "gpu"] = "cpu"
 
     @classmethod
     def of(cls, recipe: Recipe, shape: Architecture, form: Form, data_skew: float = 1.0) -> Job:

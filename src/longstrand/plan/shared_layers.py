@@ -15,10 +15,12 @@ class Middle(NamedTuple):
     Attributes:
         most: at once.
         left: what stays of the tile until the second stage, beside its row of the middle stream.
+        stands: the tile's whole graph, before it is walked back.
     """
 
     most: int
     left: int
+    stands: int
 
 
 class SharedLayerTape(LayerTape):
@@ -50,18 +52,22 @@ class SharedLayerTape(LayerTape):
         self._feed_forward(ops, ops.mhc_update(x, out, site.post, site.comb))
         return tape.most
 
-    def to_the_middle(self) -> Middle:
-        """From a tile's output to the leaves of its front, which is computed without a graph."""
+    def to_the_middle(self, *, keeps_front: bool = False) -> Middle:
+        """From a tile's output to the leaves of its front.
+
+        Args:
+            keeps_front: the front has a graph, and stays with it; otherwise it is computed without one and goes.
+        """
         tape = Tape()
         ops = Ops(tape, self.s, self.t)
         x = self._input(tape)
-        tape.graph = False
+        tape.graph = keeps_front
         site = self._enter(ops, x)
         rule = self._rule(ops, site.h) if self.is_kda else (self._latents(ops, site.h),)
         tape.graph = True
         leaves = Site(tape.leaf(site.h), tape.leaf(site.post), tape.leaf(site.comb))
         recurred = len(tape.nodes)
-        out = ops.kda(*rule, state_only=True) if len(rule) == 3 else None
+        out = ops.kda(*rule, state_only=not keeps_front) if len(rule) == 3 else None
         rest = len(tape.nodes)
         grown = tape.leaf(out) if out is not None else None
         mixer = self._project(ops, leaves.h, grown) if grown is not None else self._attend(ops, leaves.h)
@@ -69,13 +75,18 @@ class SharedLayerTape(LayerTape):
         tape.drop(mixer)
         y = self._feed_forward(ops, middle)
         tape.drop(middle)
+        stands = tape.live
         tape.give(y, 0)
         tape.walk_back(rest)
         if out is not None and grown is not None:
             out.grad = grown.grad
             tape.at_once(tape.nodes[recurred].back)
+        if keeps_front:
+            tape.drop(y)
+            return Middle(tape.most, tape.live, stands)
         left = sum(part.grad.num_bytes for part in (leaves.h, leaves.post, leaves.comb) if part.grad)
-        return Middle(tape.most, left + (grown.grad.num_bytes if grown is not None and grown.grad else 0))
+        left += grown.grad.num_bytes if grown is not None and grown.grad else 0
+        return Middle(tape.most, left, stands)
 
     def to_the_input(self) -> int:
         """From the leaves, whose gradients are there, to the gradient of the tile's input."""

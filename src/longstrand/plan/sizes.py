@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache, cached_property
+from functools import cache
 from typing import NamedTuple
 
 from longstrand.architecture import KDA
@@ -10,7 +10,9 @@ from longstrand.plan.job import Job, Weight
 from longstrand.plan.layers import HeadTape, LayerTape
 from longstrand.plan.ops import Settings
 from longstrand.plan.shared_layers import SharedLayerTape
+from longstrand.plan.streams import first_trained_layer, streams_at_once
 
+PAGE = 4096
 SEGMENTS = 2
 """Per rank, of a sequence that is one document: early and late ones in pairs are balanced."""
 
@@ -23,6 +25,7 @@ class Tiles(NamedTuple):
         meet: the first pass forward where ranks share a pack; 0 where they do not.
         front: what `keep_fronts` keeps of a tile.
         middle, left: the first stage of the way back, and what stays of it.
+        halves, halved: the same where fronts are kept: with their graphs.
     """
 
     forward: int
@@ -32,6 +35,8 @@ class Tiles(NamedTuple):
     front: int = 0
     middle: int = 0
     left: int = 0
+    halves: int = 0
+    halved: int = 0
 
 
 class Sizes:
@@ -50,13 +55,10 @@ class Sizes:
         self.tile = min(job.memory.tile, self.segment)
         self.num_tiles = -(-self.segment // self.tile) * self.num_segments
 
-    @cached_property
-    def first(self) -> int:
-        """The lowest layer that is walked back."""
-        if any(each.trains and each.name.startswith("embed") for each in self.weights):
-            return 0
-        trained = [each.layer for each in self.weights if each.trains and each.layer is not None]
-        return min(trained, default=self.num_layers)
+        self.first = first_trained_layer(job)
+        self.by_layer: dict[int | None, list[Weight]] = {}
+        for each in self.weights:
+            self.by_layer.setdefault(each.layer, []).append(each)
 
     # Streams, choices, carries
 
@@ -67,6 +69,13 @@ class Sizes:
     @property
     def mean(self) -> int:
         return self.tokens * self.shape.hidden_size * self.e
+
+    @property
+    def slots(self) -> tuple[int, int]:
+        """Layer inputs and last mean where they leave the device: whole pages for each tile of each stream."""
+        streams = streams_at_once(self.num_layers, self.first, self.job.memory.keep_every) + self.shared
+        mean = self.tile * self.shape.hidden_size * self.e
+        return streams * self.num_tiles * pages(self.stream(self.tile)), self.num_tiles * pages(mean)
 
     def choices(self, layer: int) -> int:
         """Pool ids of 4 bytes, expert ids of 1 or 2."""
@@ -146,15 +155,15 @@ class Sizes:
             itemsize: of gradients of the trained ones, in place of the weights.
         """
         total = 0
-        for each in self.weights:
-            if each.layer == layer and self.is_sharded(each) and (itemsize is None or each.trains):
+        for each in self.by_layer.get(layer, []):
+            if self.is_sharded(each) and (itemsize is None or each.trains):
                 values = each.num_values // (self.job.parallel.expert if each.is_expert else 1)
                 total += values * (itemsize or each.itemsize)
         return total
 
     def gradients(self, layer: int | None) -> int:
         """Of this rank's trained weights."""
-        return sum(self.part(each) * self.w for each in self.weights if each.trains and each.layer == layer)
+        return sum(self.part(each) * self.w for each in self.by_layer.get(layer, []) if each.trains)
 
     # Tiles in work
 
@@ -178,6 +187,11 @@ class Sizes:
             return self.shape.layer_types[index], self.shape.mlp_layer_types[index], self.selects(index)
 
         return next(index for index in range(self.num_layers) if of(index) == of(layer))
+
+
+def pages(num_bytes: int) -> int:
+    """In whole pages, as direct I/O and pinning ask."""
+    return -(-num_bytes // PAGE) * PAGE
 
 
 def choice_bytes(job: Job, layer: int) -> int:
@@ -207,7 +221,12 @@ def _tiles(settings: Settings, layer: int, tokens: int, shared: bool) -> Tiles:
         kept, most = alone.backward()
         return Tiles(alone.forward(), most, kept)
     tape = SharedLayerTape(settings, layer, tokens)
-    middle = tape.to_the_middle()
+    middle, halves = tape.to_the_middle(), tape.to_the_middle(keeps_front=True)
     return Tiles(
-        tape.forward(), tape.to_the_input(), 0, tape.meet(), tape.meet_keeping(), middle.most, middle.left
+        tape.forward(),
+        tape.to_the_input(),
+        halves.stands,
+        tape.meet(),
+        tape.meet_keeping(),
+        *(middle.most, middle.left, halves.most, halves.left),
     )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from longstrand.plan.held import Held
-from longstrand.plan.sizes import Sizes
+from longstrand.plan.sizes import PAGE, Sizes
+from longstrand.plan.streams import kept_inputs
 
 TILE, PACK = "a tile in work", "pack"
 INPUTS, MEAN, CHOICES, BORDERS = "layer inputs", "last mean", "choices", "carries at tile borders"
@@ -34,8 +35,11 @@ class _Walk:
         self.memory = sizes.job.memory
         self.last = sizes.num_layers - 1
         self.inputs: set[int] = set()
-        starts = range(sizes.first, sizes.num_layers, self.memory.keep_every)
-        self.kept = {*starts, *range(starts[-1], sizes.num_layers)} - {0} if starts else set[int]()
+        self.kept = kept_inputs(sizes.num_layers, sizes.first, self.memory.keep_every)
+        self.stays = self.memory.offload == "none"
+        self.stream = sizes.stream(sizes.tokens) * self.stays
+        # A tile that was read, and the one read ahead; whole pages of their own, where they come from a file.
+        self.under_way = 0 if self.stays else 2 * (sizes.stream(sizes.tile) + PAGE)
 
     def start(self) -> None:
         """Weights, what the optimizer keeps, and the step's sequences, all of them on every rank."""
@@ -56,7 +60,7 @@ class _Walk:
         held.add(PACK, s.w * self.job.length)  # the output
         if s.shared:
             held.add(POOL_ROWS, 8 * s.pools())
-        held.add(MEAN, s.mean)
+        held.add(MEAN, s.mean * self.stays)
         running = False  # a stream that no one keeps: the next layer writes over what it reads
         for layer in range(s.num_layers):
             held.add(CHOICES, s.choices(layer))
@@ -66,11 +70,11 @@ class _Walk:
                 self.inputs.add(layer)
                 running = False
             if layer < self.last and not running:
-                held.add(INPUTS, s.stream(s.tokens))
+                held.add(INPUTS, self.stream)
                 running = True
             self._layer_forward(layer)
         if running and self.last not in self.inputs:
-            held.take(INPUTS, s.stream(s.tokens))
+            held.take(INPUTS, self.stream)
         held.take(ROOT)
         held.at_once({PACK: 24 * self.job.length})
 
@@ -83,7 +87,8 @@ class _Walk:
         else:
             held.add(BUFFERS, s.buffers(layer))
         self._tiles_forward(layer)
-        held.take(BUFFERS)
+        if self.memory.recompute:
+            held.take(BUFFERS)
         held.take(GATHERED)
 
     def backward(self, *, first: bool) -> None:
@@ -102,7 +107,7 @@ class _Walk:
             held.take(GATHERED)
             held.take(CHOICES, s.choices(layer))
             held.take(BORDERS, s.border(layer) * s.num_tiles * self.memory.recompute)
-            held.take(INPUTS, s.stream(s.tokens) * dy)
+            held.take(INPUTS, self.stream * dy)
             dy = layer in self.inputs  # dx stands where the input was
             self.inputs.discard(layer)
         for name in (INPUTS, MEAN, CHOICES, BORDERS, POOL_ROWS):
@@ -117,39 +122,72 @@ class _Walk:
             return
         start = layer - (layer - self.s.first) % self.memory.keep_every
         for below in range(start, layer):
-            self.held.add(INPUTS, self.s.stream(self.s.tokens))
+            self.held.add(INPUTS, self.stream)
             self._layer_forward(below, again=True)
             self.inputs.add(below + 1)
 
     def _layer_back(self, layer: int, *, first: bool) -> None:
         held, s = self.held, self.s
-        if s.shared:
+        if not self.memory.recompute:  # its buffers are there since it went forward
+            held.add(D_BUFFERS, 0)
+        elif s.shared:
             self._exchange(layer)
             held.add(BUFFERS, s.buffers(layer) + s.buffers(layer, own=True) + s.tails(layer))
         else:
             held.add(BUFFERS, s.buffers(layer) + s.tails(layer))
-        held.add(D_BUFFERS, s.buffers(layer) // s.e * s.w)
+        held.add(D_BUFFERS, s.buffers(layer) // s.e * s.w * self.memory.recompute)
         self._new_gradients(layer, D_GATHERED, first=first)
         if s.shared:
             self._two_stages(layer)
         else:
             self._tiles_back(layer, s.tiles(layer).backward, s.tiles(layer).kept)
-        held.take(BUFFERS)
-        held.take(D_BUFFERS)
+        if self.memory.recompute:
+            held.take(BUFFERS)
+            held.take(D_BUFFERS)
+        else:
+            held.take(GRAPHS, self._graphs(layer))
+            held.take(BUFFERS, s.buffers(layer))
+            held.take(D_BUFFERS, s.buffers(layer) // s.e * s.w)
 
     def _tiles_forward(self, layer: int) -> None:
         s, held = self.s, self.held
-        fed = s.stream(s.tile) if layer == 0 else 0  # the embedding of a tile
-        held.at_once({TILE: s.tiles(layer).forward + s.positions + fed})
+        tiles, fed = s.tiles(layer), self._fed(layer)
+        if layer >= s.first and not self.memory.recompute:
+            self._keep_graphs(layer)
+            most = tiles.backward if s.shared else tiles.kept
+            held.at_once({TILE: max(0, most - tiles.kept)})
+        elif self.memory.keep_fronts:
+            with held.during(FRONTS, tiles.front * s.num_tiles):
+                held.at_once({TILE: max(0, tiles.forward - tiles.front) + fed})
+        else:
+            held.at_once({TILE: tiles.forward + fed})
         if layer == self.last:
-            held.at_once({TILE: s.stream(s.tile) + s.head()[0] + s.positions + fed})
+            held.at_once({TILE: s.stream(s.tile) + s.head()[0] + fed})
+
+    def _fed(self, layer: int) -> int:
+        """A tile's positions, and its input where that is no view: of the embedding, or from outside the device."""
+        s = self.s
+        return s.positions + (s.stream(s.tile) if layer == 0 else self.under_way)
+
+    def _keep_graphs(self, layer: int) -> None:
+        """All tiles of a layer with their graphs, and the gradients of its buffers."""
+        self.held.add(GRAPHS, self._graphs(layer))
+        self.held.add(D_BUFFERS, self.s.buffers(layer) // self.s.e * self.s.w)
+
+    def _graphs(self, layer: int) -> int:
+        """Of the first layer with their inputs too, which are no views."""
+        s = self.s
+        fed = s.positions + (s.stream(s.tile) if layer == 0 else 0)
+        return (s.tiles(layer).kept + fed) * s.num_tiles
 
     def _tiles_back(self, layer: int, most: int, kept: int) -> None:
         """A tile's way back; of the last layer, beside the gradient of the head."""
         s = self.s
-        fed = s.positions + (s.stream(s.tile) if layer == 0 else 0)
+        fed = self._fed(layer)
+        if not self.memory.recompute:
+            most, kept, fed = most - s.tiles(layer).kept, 0, 0
         if layer < self.last:
-            self.held.at_once({TILE: most + fed})
+            self.held.at_once({TILE: most + fed + self.under_way})
             return
         _, streams, head = s.head()
         self.held.at_once({TILE: max(most + streams, kept + head) + fed})
@@ -157,10 +195,10 @@ class _Walk:
     def _meet(self, layer: int, *, keeps: bool) -> None:
         """The first pass forward over a layer's tiles, and what it exchanges."""
         s, held = self.s, self.held
-        fed = s.stream(s.tile) if layer == 0 else 0
         own = s.buffers(layer, own=True) + s.tails(layer)
         held.add(BUFFERS, own)
-        held.at_once({TILE: s.tiles(layer).meet + s.positions + fed})
+        fronts = s.tiles(layer).front * (s.num_tiles - 1) * self.memory.keep_fronts
+        held.at_once({TILE: s.tiles(layer).meet + self._fed(layer), FRONTS: fronts})
         self._exchange(layer)
         held.add(BUFFERS, s.buffers(layer))
         if keeps:
@@ -175,19 +213,25 @@ class _Walk:
 
     def _two_stages(self, layer: int) -> None:
         s, held, tiles = self.s, self.held, self.s.tiles(layer)
-        own_stream = s.stream(s.tokens) if layer == self.last else 0
         held.add(MAPS, 2 * s.states(layer))
-        held.add(INPUTS, own_stream)
-        left = tiles.left * s.num_tiles
-        held.add(MIDDLE, left - tiles.left)
-        self._tiles_back(layer, tiles.middle, tiles.middle)
-        held.add(MIDDLE, tiles.left)
         own = s.buffers(layer, own=True) // s.e * s.w
-        held.add(D_BUFFERS, own)
-        fed = s.stream(s.tile) if layer == 0 else 0
-        held.at_once({TILE: tiles.backward + s.positions + fed})
-        held.take(MIDDLE)
-        held.take(INPUTS, own_stream)
+        if self.memory.keep_fronts:
+            held.add(FRONTS, (tiles.halved + s.positions) * (s.num_tiles - 1))
+            self._tiles_back(layer, tiles.halves, tiles.kept)
+            held.add(FRONTS, tiles.halved + s.positions)
+            held.add(D_BUFFERS, own)
+            held.at_once({TILE: max(0, tiles.backward - tiles.halved) + self._fed(layer)})
+            held.take(FRONTS)
+        else:
+            own_stream = self.stream if layer == self.last else 0
+            held.add(INPUTS, own_stream)
+            held.add(MIDDLE, tiles.left * (s.num_tiles - 1))
+            self._tiles_back(layer, tiles.middle, tiles.kept)
+            held.add(MIDDLE, tiles.left)
+            held.add(D_BUFFERS, own)
+            held.at_once({TILE: tiles.backward + self._fed(layer) + self.under_way})
+            held.take(MIDDLE)
+            held.take(INPUTS, own_stream)
         held.take(MAPS, 2 * s.states(layer) + s.maps(layer))
 
     def _gather(self, layer: int | None, name: str) -> None:
