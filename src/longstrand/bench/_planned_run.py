@@ -28,6 +28,7 @@ from longstrand.plan.job import Dtype, Form, Job
 from longstrand.train.optimizer import Optimizer, freeze_all_but, trained_names
 from longstrand.train.step import take_step
 
+LONG_TOKENS = 65_536  # beyond, one step has to do
 WARM_TOKENS = 700  # more pools than the toy selects, and several tiles
 
 
@@ -129,7 +130,7 @@ def _measure(values: dict[str, Any]) -> Found:
         baseline = resident_bytes() - (counted.live() or 0)
         counted.take()
         memory.take()
-        _steps(case, 2)
+        _steps(case, 1 if case.length > LONG_TOKENS else 2)
         return Found(counted.take() or 0, memory.take() - baseline, baseline)
 
 

@@ -61,7 +61,7 @@ def of_recipe(values: Values) -> Asked:
     found = find_shape(str(recipe.model.path or recipe.model.config))
     room = _room(values, recipe.parallel.world, Path(recipe.memory.spool or recipe.run.out))
     form = _form(room, recipe.kernels.cpu, recipe.run.dtype)
-    job = Job.of(recipe, found.shape, form, values.data_skew)
+    job = Job.of(recipe, found.shape, form, values.data_skew, room.device.kind)
     return Asked(job, room, found, recipe, room.is_cpu or values.this_host)
 
 
@@ -97,6 +97,7 @@ def of_model(values: Values, *, needs_length: bool) -> Asked:
         form=_form(room, "auto", dtype),
         data_skew=values.data_skew,
         threads=max(1, (os.cpu_count() or 1) // room.num_devices) if room.is_cpu else 1,
+        kind=room.device.kind,
     )
     return Asked(job, room, found, None, values.this_host)
 

@@ -45,7 +45,14 @@ class Job:
     kind: Literal["cpu", "gpu"] = "cpu"
 
     @classmethod
-    def of(cls, recipe: Recipe, shape: Architecture, form: Form, data_skew: float = 1.0) -> Job:
+    def of(
+        cls,
+        recipe: Recipe,
+        shape: Architecture,
+        form: Form,
+        data_skew: float = 1.0,
+        kind: Literal["cpu", "gpu"] = "cpu",
+    ) -> Job:
         """A recipe's run of a model with this shape."""
         train = recipe.train
         return cls(
@@ -61,6 +68,7 @@ class Job:
             form=form,
             data_skew=data_skew,
             threads=recipe.run.threads or 1,
+            kind=kind,
         )
 
     @property
