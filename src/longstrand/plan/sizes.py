@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from longstrand.architecture import KDA
 from longstrand.plan.job import Job, Weight
@@ -13,6 +13,9 @@ from longstrand.plan.shared_layers import SharedLayerTape
 from longstrand.plan.streams import first_trained_layer, streams_at_once
 
 PAGE = 4096
+POSITIONS = 32
+"""Bytes per token of a tile's offsets, slots and what it sees."""
+
 SEGMENTS = 2
 """Per rank, of a sequence that is one document: early and late ones in pairs are balanced."""
 
@@ -168,7 +171,16 @@ class Sizes:
     # Tiles in work
 
     def tiles(self, layer: int) -> Tiles:
+        """Of a whole tile."""
         return _tiles(self.settings, self._kind(layer), self.tile, self.shared)
+
+    def of_all_tiles(self, layer: int, part: Literal["kept", "front", "left", "halved"]) -> int:
+        """What all tiles of a layer keep together; the last one of a segment may be shorter."""
+        whole, rest = divmod(self.segment, self.tile)
+        per_segment = whole * getattr(self.tiles(layer), part)
+        if rest:
+            per_segment += getattr(_tiles(self.settings, self._kind(layer), rest, self.shared), part)
+        return self.num_segments * int(per_segment)
 
     def head(self) -> tuple[int, int, int]:
         """Most going forward; the gradient of the last output; most until it is there."""
@@ -177,8 +189,8 @@ class Sizes:
 
     @property
     def positions(self) -> int:
-        """A tile's offsets, slots and what it sees, 8 bytes each."""
-        return 32 * self.tile
+        """Of a whole tile."""
+        return POSITIONS * self.tile
 
     def _kind(self, layer: int) -> int:
         """The first layer of the same kind."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from longstrand.plan.held import Held
-from longstrand.plan.sizes import PAGE, Sizes
+from longstrand.plan.sizes import PAGE, POSITIONS, Sizes
 from longstrand.plan.streams import kept_inputs
 
 TILE, PACK = "a tile in work", "pack"
@@ -157,7 +157,7 @@ class _Walk:
             most = tiles.backward if s.shared else tiles.kept
             held.at_once({TILE: max(0, most - tiles.kept)})
         elif self.memory.keep_fronts:
-            with held.during(FRONTS, tiles.front * s.num_tiles):
+            with held.during(FRONTS, s.of_all_tiles(layer, "front")):
                 held.at_once({TILE: max(0, tiles.forward - tiles.front) + fed})
         else:
             held.at_once({TILE: tiles.forward + fed})
@@ -177,8 +177,8 @@ class _Walk:
     def _graphs(self, layer: int) -> int:
         """Of the first layer with their inputs too, which are no views."""
         s = self.s
-        fed = s.positions + (s.stream(s.tile) if layer == 0 else 0)
-        return (s.tiles(layer).kept + fed) * s.num_tiles
+        fed = POSITIONS * s.tokens + (s.stream(s.tokens) if layer == 0 else 0)
+        return s.of_all_tiles(layer, "kept") + fed
 
     def _tiles_back(self, layer: int, most: int, kept: int) -> None:
         """A tile's way back; of the last layer, beside the gradient of the head."""
@@ -197,7 +197,7 @@ class _Walk:
         s, held = self.s, self.held
         own = s.buffers(layer, own=True) + s.tails(layer)
         held.add(BUFFERS, own)
-        fronts = s.tiles(layer).front * (s.num_tiles - 1) * self.memory.keep_fronts
+        fronts = (s.of_all_tiles(layer, "front") - s.tiles(layer).front) * self.memory.keep_fronts
         held.at_once({TILE: s.tiles(layer).meet + self._fed(layer), FRONTS: fronts})
         self._exchange(layer)
         held.add(BUFFERS, s.buffers(layer))
@@ -216,7 +216,9 @@ class _Walk:
         held.add(MAPS, 2 * s.states(layer))
         own = s.buffers(layer, own=True) // s.e * s.w
         if self.memory.keep_fronts:
-            held.add(FRONTS, (tiles.halved + s.positions) * (s.num_tiles - 1))
+            held.add(
+                FRONTS, s.of_all_tiles(layer, "halved") + POSITIONS * s.tokens - tiles.halved - s.positions
+            )
             self._tiles_back(layer, tiles.halves, tiles.kept)
             held.add(FRONTS, tiles.halved + s.positions)
             held.add(D_BUFFERS, own)
@@ -225,7 +227,7 @@ class _Walk:
         else:
             own_stream = self.stream if layer == self.last else 0
             held.add(INPUTS, own_stream)
-            held.add(MIDDLE, tiles.left * (s.num_tiles - 1))
+            held.add(MIDDLE, s.of_all_tiles(layer, "left") - tiles.left)
             self._tiles_back(layer, tiles.middle, tiles.kept)
             held.add(MIDDLE, tiles.left)
             held.add(D_BUFFERS, own)
