@@ -26,17 +26,17 @@ def every_lever_is_needed(plan: Plan) -> bool:
 
 ROOMS = {
     "the slice, one H200, 1M": (Job(SLICE, 2**20), Room(find_device("H200"), 1)),
-    "the slice, one H200, 8M, 500 GiB of host": (
-        Job(SLICE, 2**23),
+    "the slice, one H200, 7M, 500 GiB of host": (
+        Job(SLICE, 7 * 2**20),
         Room(find_device("H200"), 1, host_bytes=500 * GIB),
     ),
     "the slice, 8 H100, 4M": (Job(SLICE, 2**22), Room(find_device("H100-80"), 8)),
     "all of it, 64 B200, 1M": (Job(REAL, 2**20), Room(find_device("B200"), 64)),
     "all of it, 128 H100, 2M": (Job(REAL, 2**21), Room(find_device("H100-80"), 128)),
-    "the toy, this CPU, 16M in 4 GiB": (toy_job(2**24), Room(find_device("CPU"), 1, host_bytes=4 * GIB)),
+    "the toy, this CPU, 16M in 12 GiB": (toy_job(2**24), Room(find_device("CPU"), 1, host_bytes=12 * GIB)),
     "the toy, 2 processes, 8 sequences": (
         toy_job(2**21, sequences_per_step=8),
-        Room(find_device("CPU"), 2, host_bytes=3 * GIB),
+        Room(find_device("CPU"), 2, host_bytes=4 * GIB),
     ),
 }
 
@@ -80,13 +80,13 @@ def test_layer_inputs_go_to_the_host_before_they_go_to_a_file():
     on_host = search(job, small_room(tight))
     assert on_host.job.memory.offload == "host"
     host = needed(on_host.job, on_host.room, "host")
-    in_file = search(job, small_room(tight, host_bytes=host - 2**20))
+    in_file = search(job, small_room(tight, host_bytes=host // 4))
     assert in_file.job.memory.offload == "disk"
     assert in_file.fits
 
 
 def test_a_cpu_is_never_asked_to_offload_to_itself():
-    plan = search(*ROOMS["the toy, this CPU, 16M in 4 GiB"])
+    plan = search(*ROOMS["the toy, this CPU, 16M in 12 GiB"])
     assert plan.job.memory.offload == "disk" and plan.job.memory.optimizer == "device"
 
 
@@ -97,7 +97,7 @@ def test_processes_of_one_machine_share_its_memory():
 
 
 def test_a_free_disk_too_small_for_the_spool_is_no_plan():
-    job, room = ROOMS["the toy, this CPU, 16M in 4 GiB"]
+    job, room = ROOMS["the toy, this CPU, 16M in 12 GiB"]
     plan = search(job, replace(room, file_bytes=10 * 2**20))
     assert plan.missing.get("file", 0) > 0 or plan.missing.get("device", 0) > 0
 
