@@ -101,7 +101,7 @@ def _why(sizes: Sizes) -> dict[str, str]:
         walk.CHOICES: f"{tokens}: pools and experts",
         walk.BORDERS: f"{sizes.num_tiles:,} tiles of up to {sizes.tile:,} tokens",
         walk.BUFFERS: f"{every}, of one DSA layer",
-        walk.D_BUFFERS: "float32 or wider, of the same",
+        walk.D_BUFFERS: f"{every}, float32 or wider",
         walk.GRAPHS: "recompute = false",
         walk.TILE: f"{sizes.tile:,} tokens of one layer",
         walk.PACK: f"{job.length:,} tokens: ids, targets, weights, log-probabilities",
@@ -110,7 +110,7 @@ def _why(sizes: Sizes) -> dict[str, str]:
         walk.MIDDLE: f"{tokens}, gradients of one layer",
         walk.FRONTS: f"{tokens} of one layer (keep_fronts)",
         walk.GATHERED: "all rows, one layer at a time",
-        walk.D_GATHERED: "float32 or wider, of one layer",
+        walk.D_GATHERED: "float32 or wider, until they are summed",
         walk.ROOT: "during a pass",
         walk.D_ROOT: "float32 or wider, until they are summed",
     }

@@ -8,9 +8,9 @@ from longstrand.plan.streams import kept_inputs
 
 TILE, PACK = "a tile in work", "pack"
 INPUTS, MEAN, CHOICES, BORDERS = "layer inputs", "last mean", "choices", "carries at tile borders"
-BUFFERS, D_BUFFERS = "latents and pool keys", "their gradients"
+BUFFERS, D_BUFFERS = "latents and pool keys", "gradients of latents and pool keys"
 MAPS, MIDDLE, FRONTS = "KDA's maps and states", "between a layer's two stages", "fronts"
-GATHERED, D_GATHERED = "one layer's weights, gathered", "their gradients before they are summed"
+GATHERED, D_GATHERED = "one layer's weights, gathered", "gradients of one layer, gathered"
 ROOT, D_ROOT = "embedding and head, gathered", "gradients of embedding and head, gathered"
 WEIGHTS, GRADIENTS = "weights", "gradients"
 MOMENTS, COPIES = "moments", "float32 copies"
