@@ -215,7 +215,9 @@ class _Walk:
         s, held, tiles = self.s, self.held, self.s.tiles(layer)
         held.add(MAPS, 2 * s.states(layer))
         own = s.buffers(layer, own=True) // s.e * s.w
-        if self.memory.keep_fronts:
+        if not self.memory.recompute:  # fronts are there, with all else
+            self._tiles_back(layer, tiles.halves, tiles.kept)
+        elif self.memory.keep_fronts:
             held.add(
                 FRONTS, s.of_all_tiles(layer, "halved") + POSITIONS * s.tokens - tiles.halved - s.positions
             )
