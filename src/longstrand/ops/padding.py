@@ -1,7 +1,8 @@
 """What the forms of the ops compute beyond what they are asked for, from their own block sizes.
 
 A percentage of what is needed, 0 where nothing is padded: values that are computed and never used. They are rows that
-fill up a block or an expert, lanes beyond a row's end, empty slots of a choice, and pools scored for rows that do not see them.
+fill up a block or an expert, lanes beyond a row's end, empty slots of a choice, and pools scored for rows that do not
+see them.
 """
 
 from __future__ import annotations
