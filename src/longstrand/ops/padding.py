@@ -129,7 +129,7 @@ def of_experts(tiles: Tiles, *, experts: int, active: int, dtype: torch.dtype, n
 def _mean_rows(choices: int, experts: int, dtype: torch.dtype) -> float:
     """Of an expert that each choice falls on with the same chance."""
     if experts == 1:
-        return rows_taken(choices, dtype)
+        return float(rows_taken(choices, dtype))
     tokens = torch.arange(choices + 1, dtype=torch.float64)
     ways = math.lgamma(choices + 1) - torch.lgamma(tokens + 1) - torch.lgamma(choices - tokens + 1)
     chance = ways - tokens * math.log(experts) + (choices - tokens) * math.log1p(-1 / experts)
@@ -150,6 +150,6 @@ def _up(numbers: Tensor) -> Tensor:
     return (numbers + LANES - 1) // LANES * LANES
 
 
-def _padding(computed: float, needed: int, of: str) -> Padding:
+def _padding(computed: float | int, needed: int, of: str) -> Padding:
     percent = 100 * (computed / needed - 1) if needed else 0.0
     return Padding(round(percent, 2), of) if percent > 0 else NONE
