@@ -1,10 +1,13 @@
 """Padding by hand, and the block sizes as the kernels have them."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
 from longstrand.ops import padding
+from longstrand.ops.experts.grouped import rows_taken
 from longstrand.ops.kda import CHUNK
 from longstrand.ops.native import LANES
 from longstrand.ops.padding import Padding, Tiles
@@ -74,3 +77,35 @@ def test_rows_scored_together_take_what_the_last_of_them_sees():
         100 * (256 / 14 - 1), 2
     )
     assert padding.of_scores(tiles, kpool=2, num_selected=4, native=True) == padding.NONE
+
+
+def test_the_kernel_fills_up_experts_rows_in_bfloat16():
+    """Two tokens of one choice each and two experts: both on one, or one each."""
+    tiles = Tiles([(0, 4)], 2)
+    of = partial(padding.of_experts, tiles, active=1)
+    assert of(experts=2, dtype=torch.bfloat16, native=True).percent == 100 * (1.5 * 32 / 2 - 1)
+    assert of(experts=1, dtype=torch.bfloat16, native=True).percent == 100 * (32 / 2 - 1)
+    assert of(experts=2, dtype=torch.bfloat16, native=False) == padding.NONE
+    assert of(experts=2, dtype=torch.float32, native=True) == padding.NONE
+
+
+def test_the_mean_rows_of_many_experts_are_those_of_random_choices():
+    torch.manual_seed(0)
+    counts = torch.stack([torch.bincount(torch.randint(8, (2048,)), minlength=8) for _ in range(300)])
+    rows = sum(rows_taken(each, torch.bfloat16) for each in counts.flatten().tolist())
+    said = padding.of_experts(
+        Tiles([(0, 1024)], 1024), experts=8, active=2, dtype=torch.bfloat16, native=True
+    )
+    assert said.percent == pytest.approx(100 * (rows / counts.sum().item() - 1), rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "rows"), [(0, 0), (1, 32), (32, 32), (33, 64), (511, 512), (513, 576), (1100, 1152)]
+)
+def test_an_expert_takes_one_of_few_numbers_of_rows(tokens, rows):
+    assert rows_taken(tokens, torch.bfloat16) == rows
+    assert rows_taken(tokens, torch.float32) == tokens
+
+
+def test_at_most_eight_numbers_of_rows_lie_between_two_powers_of_two():
+    assert len({rows_taken(each, torch.bfloat16) for each in range(257, 65537)}) == 8 * 8

@@ -199,6 +199,7 @@ def _feed_forward_calls(shape: Architecture, of: Pass, *, experts: bool) -> Iter
             "gate_up": Wanted((E, 2 * F, D), x),
             "down": Wanted((E, D, F), x),
         }
-        yield Call(EXPERTS, routed)  # rows are grouped exactly: none is added
+        filled = partial(padding.of_experts, of.tiles, experts=E, active=A, dtype=x)
+        yield Call(EXPERTS, routed, filled)
     both = Wanted((None, tuple(2 * width for width in widths)), x)
     yield Call(SWIGLU, {"both": both}, partial(padding.of_rows, widths))

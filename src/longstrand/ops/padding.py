@@ -1,18 +1,22 @@
 """What the forms of the ops compute beyond what they are asked for, from their own block sizes.
 
 A percentage of what is needed, 0 where nothing is padded: values that are computed and never used. They are rows that
-fill up a block, lanes beyond a row's end, empty slots of a choice, and pools scored for rows that do not see them.
+fill up a block or an expert, lanes beyond a row's end, empty slots of a choice, and pools scored for rows that do not
+see them.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from longstrand.ops.experts.grouped import LEAST_ROWS, rows_taken
 from longstrand.ops.kda import CHUNK
 from longstrand.ops.native import LANES
 from longstrand.ops.select.blockwise import KERNEL_POOLS, KERNEL_ROWS, ROW_BLOCK
@@ -113,6 +117,26 @@ def of_slots(tiles: Tiles, *, kpool: int, num_selected: int) -> Padding:
     return _padding(num_selected * tiles.num_tokens, used, "empty slots")
 
 
+def of_experts(tiles: Tiles, *, experts: int, active: int, dtype: torch.dtype, native: bool) -> Padding:
+    """Experts: the kernel fills up each one's rows in bfloat16. On average, of tokens that choose evenly at random."""
+    if not native or rows_taken(1, dtype) == 1:
+        return NONE
+    computed = sum(experts * _mean_rows((stop - start) * active, experts, dtype) for start, stop in tiles)
+    return _padding(computed, tiles.num_tokens * active, f"an expert's rows to {LEAST_ROWS} or more")
+
+
+@cache
+def _mean_rows(choices: int, experts: int, dtype: torch.dtype) -> float:
+    """Of an expert that each choice falls on with the same chance."""
+    if experts == 1:
+        return float(rows_taken(choices, dtype))
+    tokens = torch.arange(choices + 1, dtype=torch.float64)
+    ways = math.lgamma(choices + 1) - torch.lgamma(tokens + 1) - torch.lgamma(choices - tokens + 1)
+    chance = ways - tokens * math.log(experts) + (choices - tokens) * math.log1p(-1 / experts)
+    rows = torch.tensor([rows_taken(each, dtype) for each in range(choices + 1)], dtype=torch.float64)
+    return float((chance.exp() * rows).sum())
+
+
 def _visible(start: int, stop: int, kpool: int) -> Tensor:
     """Complete pools that each position sees."""
     return torch.arange(start + 1, stop + 1) // kpool
@@ -126,6 +150,6 @@ def _up(numbers: Tensor) -> Tensor:
     return (numbers + LANES - 1) // LANES * LANES
 
 
-def _padding(computed: int, needed: int, of: str) -> Padding:
+def _padding(computed: float | int, needed: int, of: str) -> Padding:
     percent = 100 * (computed / needed - 1) if needed else 0.0
     return Padding(round(percent, 2), of) if percent > 0 else NONE

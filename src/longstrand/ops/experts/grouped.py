@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -11,6 +12,9 @@ from torch import Tensor
 from longstrand.ops.native import SUFFIX, Op, call, refusal, require
 from longstrand.ops.precision import wide
 from longstrand.ops.swiglu import swiglu, swiglu_backward, swiglu_forward
+
+LEAST_ROWS = 32
+"""An expert's rows are a multiple of it, in bfloat16."""
 
 EXPERTS = Op(
     "experts",
@@ -60,12 +64,9 @@ class _NativeExperts(torch.autograd.Function):
         require((len(gate_up), 2 * down.shape[2], x.shape[1]), x.dtype, gate_up=gate_up)
         require((len(x),), torch.int64, ids=ids[:, 0])
         sizes, suffix = (*ids.shape, x.shape[1]), SUFFIX[x.dtype]
-        counts, place = ids.new_empty(len(gate_up)), torch.empty_like(ids)
-        call("experts_group", ids, ids.numel(), len(gate_up), counts, place)
-        grouped = x.new_empty(ids.numel(), x.shape[1])
+        place, groups, grouped = _grouped(x, ids, len(gate_up))
         call(f"experts_gather_{suffix}", x, place, *sizes, grouped)
         both, rows = x.new_empty(len(grouped), gate_up.shape[1]), torch.empty_like(grouped)
-        groups = _groups(counts)
         for expert, group in groups:
             torch.mm(grouped[group], gate_up[expert].T, out=both[group])
         hidden = swiglu_forward(both, limit)
@@ -81,7 +82,7 @@ class _NativeExperts(torch.autograd.Function):
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
         grouped, both, hidden, rows, place, weights, gate_up, down = ctx.saved_tensors
         trains = ctx.needs_input_grad
-        d_rows, d_weights, suffix = torch.empty_like(rows), torch.empty_like(weights), SUFFIX[rows.dtype]
+        d_rows, d_weights, suffix = _rows_like(rows, len(rows)), torch.empty_like(weights), SUFFIX[rows.dtype]
         d_out = d_out.contiguous()
         call(
             f"experts_combine_backward_{suffix}",
@@ -105,8 +106,27 @@ class _NativeExperts(torch.autograd.Function):
         return dx, None, d_weights, d_gate_up, d_down, None
 
 
-def _groups(counts: Tensor) -> list[tuple[int, slice]]:
-    """Each expert that has tokens, and its rows."""
-    ends = counts.cumsum(0).tolist()
-    starts = [0, *ends[:-1]]
-    return [(e, slice(a, b)) for e, (a, b) in enumerate(zip(starts, ends, strict=True)) if b > a]
+def rows_taken(tokens: int, dtype: torch.dtype) -> int:
+    """Rows of an expert with so many tokens: in bfloat16 filled up to one of 8 numbers between two powers of two.
+
+    oneDNN, which multiplies bfloat16, compiles and keeps code for every new shape, and numbers of tokens ever change.
+    """
+    if dtype != torch.bfloat16:
+        return tokens
+    step = max(LEAST_ROWS, 1 << max(tokens.bit_length() - 4, 0))
+    return -(-tokens // step) * step
+
+
+def _grouped(x: Tensor, ids: Tensor, experts: int) -> tuple[Tensor, list[tuple[int, slice]], Tensor]:
+    """Each choice's row; each expert that has tokens, and its rows; those rows, yet to be filled."""
+    counts, place = ids.new_empty(experts), torch.empty_like(ids)
+    call("experts_count", ids, ids.numel(), experts, counts)
+    ends = list(accumulate((rows_taken(each, x.dtype) for each in counts.tolist()), initial=0))
+    groups = [(e, slice(a, b)) for e, (a, b) in enumerate(pairwise(ends)) if b > a]
+    call("experts_place", ids, ids.numel(), ids.new_tensor(ends), place)
+    return place, groups, _rows_like(x, ends[-1])
+
+
+def _rows_like(x: Tensor, rows: int) -> Tensor:
+    """Rows to write to; zero where some are only filled up, so that these add nothing to a gradient of weights."""
+    return (x.new_zeros if x.dtype == torch.bfloat16 else x.new_empty)(rows, x.shape[1])

@@ -1,5 +1,5 @@
 // Tokens grouped by expert: where each choice lies, its row there and back.
-#include <vector>
+#include <algorithm>
 #include <omp.h>
 #include "../native/vector.h"
 
@@ -46,11 +46,13 @@ void combine_backward(const Sizes& s, const S* rows, const int64_t* place, const
 
 }  // namespace
 
-// Counts per expert; place[i]: row of choice i once all are sorted by expert, tokens in order.
-extern "C" void experts_group(const int64_t* ids, int64_t choices, int64_t experts, int64_t* counts, int64_t* place) {
-  std::vector<int64_t> next(experts + 1, 0);
-  for (int64_t i = 0; i < choices; i++) next[ids[i] + 1]++;
-  for (int64_t e = 0; e < experts; e++) counts[e] = next[e + 1], next[e + 1] += next[e];
+extern "C" void experts_count(const int64_t* ids, int64_t choices, int64_t experts, int64_t* counts) {
+  std::fill(counts, counts + experts, 0);
+  for (int64_t i = 0; i < choices; i++) counts[ids[i]]++;
+}
+
+// place[i]: row of choice i, tokens in order; next[e]: an expert's first row, then the one after its last.
+extern "C" void experts_place(const int64_t* ids, int64_t choices, int64_t* next, int64_t* place) {
   for (int64_t i = 0; i < choices; i++) place[i] = next[ids[i]]++;
 }
 
