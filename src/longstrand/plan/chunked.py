@@ -107,7 +107,10 @@ class Chunked:
         k_ref = self._op([k, shrink], s)
         between = self._kept(total, s // CHUNK)
         (rows,) = tape.op([q_mid, k_mid], [2 * s], shares=True)
-        diagonal = self._op([rows, k_ref], m)
+        # A product of more than three dims copies a transposed factor, and saves the copy.
+        (turned,) = tape.op([k_ref], [s], shares=True)
+        diagonal = self._op([rows, turned], m)
+        tape.drop(turned)
         moved = self._op([k_ref, between], half, back=s)  # the gradient of a part is put into one of the whole
         corner = self._op([rows, moved], m // 2, back=s)
         tape.drop(moved)

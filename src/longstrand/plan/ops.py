@@ -120,7 +120,7 @@ class Ops:
         """Gate and up in one product of joined weights, the activation, down."""
         size, trains = 2 * width * inner, group in self.s.groups
         # The joined gradient is cut into views, each of which is widened.
-        widened = size * (self.e + self.w * self.s.narrow) * trains
+        widened = size * (self.e + self.w * self.s.narrow // 2) * trains
         (joined,) = self.tape.op([], [size * self.e], learns=Learns(0, widened))
         joined.grad_bytes *= trains
         (both,) = self.tape.op(
@@ -135,7 +135,8 @@ class Ops:
     def short_conv(self, x: Value, channels: int) -> Value:
         size, taps = self.t * channels, self.shape.linear_conv_kernel_dim
         if self.s.native:
-            (y,) = self.tape.op([x], [size * self.e], saves=[x], back=channels * taps * self.w)
+            held = channels * taps * self.w  # the taps of q, k and v joined, and their gradient
+            (y,) = self.tape.op([x], [size * self.e], saves=[x], kept=held, back=held)
             return y
         return plain.short_conv(self, x, channels)
 
@@ -161,6 +162,8 @@ class Ops:
             # dq, dk and dv, wide; alone with the state's, all of them for a moment
             back = t * (4 * inner + heads) * self.w if state_only else 3 * t * inner * self.w
             kept = copies + states
+            # the state after the tile, which stays in the carry
+            self.tape.value(heads * key * key * self.w * (1 + summary))
             (y,) = self.tape.op(inputs, [out], saves=saves, kept=kept, work=joined, back=back)
             return y
         values = self.tape.value(joined)
