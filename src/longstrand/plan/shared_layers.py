@@ -73,7 +73,10 @@ class SharedLayerTape(LayerTape):
         tape.walk_back(rest)
         if out is not None and grown is not None:
             out.grad = grown.grad
-            tape.at_once(tape.nodes[recurred].back)
+            if self.s.native:
+                tape.at_once(tape.nodes[recurred].back)
+            else:
+                tape.walk_back(recurred)
         left = sum(part.grad.num_bytes for part in (leaves.h, leaves.post, leaves.comb) if part.grad)
         return Middle(tape.most, left + (grown.grad.num_bytes if grown is not None and grown.grad else 0))
 
