@@ -57,7 +57,9 @@ class Chunked:
         tape.drop(q, k, v, log, rate, *parts, solved)
         return out
 
-    def _op(self, inputs: list[Value], size: int, *, back: int = 0, saves: list[Value] | None = None) -> Value:
+    def _op(
+        self, inputs: list[Value], size: int, *, back: int = 0, saves: list[Value] | None = None
+    ) -> Value:
         saved = inputs if saves is None else saves
         return self.tape.op(inputs, [size], saves=saved, back=back)[0]
 
@@ -111,7 +113,9 @@ class Chunked:
         (turned,) = tape.op([k_ref], [s], shares=True)
         diagonal = self._op([rows, turned], m)
         tape.drop(turned)
-        moved = self._op([k_ref, between], half, back=s)  # the gradient of a part is put into one of the whole
+        moved = self._op(
+            [k_ref, between], half, back=s
+        )  # the gradient of a part is put into one of the whole
         corner = self._op([rows, moved], m // 2, back=s)
         tape.drop(moved)
         scores = self._assembled(diagonal, corner)
@@ -174,9 +178,12 @@ class Chunked:
         scan = tape.op(inputs, [states, v, self.state], saves=saved, back=2 * states + self.v + self.s)
         tape.save(scan[0], scan[1])
         scan[2].grad_bytes = 0
-        first, second = self._op([scan[0], *([] if self.state_only else [parts.q_in])], v, saves=[
-            parts.q_in, scan[0]
-        ]), self._op([scan[1], *([] if self.state_only else [parts.scores])], v, saves=[parts.scores, scan[1]])
+        first, second = (
+            self._op([scan[0], *([] if self.state_only else [parts.q_in])], v, saves=[parts.q_in, scan[0]]),
+            self._op(
+                [scan[1], *([] if self.state_only else [parts.scores])], v, saves=[parts.scores, scan[1]]
+            ),
+        )
         (out,) = tape.op([first, second], [v], shares=True)
         tape.drop(first, second)
         ordered = self._op([out], v, saves=[])

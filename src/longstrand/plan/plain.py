@@ -115,7 +115,9 @@ def select(ops: Ops) -> None:
     rows, pools = min(ops.t, ROW_BLOCK), min(ops.s.pools, POOL_BLOCK)
     out = ops.t * chosen * 4
     if ops.s.pools <= chosen:
-        ops.tape.at_once(out + rows * chosen * 25)  # ids, what is hidden of them, a masked copy, ids of 4 bytes
+        ops.tape.at_once(
+            out + rows * chosen * 25
+        )  # ids, what is hidden of them, a masked copy, ids of 4 bytes
         return
     best, joined = rows * chosen * (w + 8), rows * (chosen + pools)
     again = joined * (w + 8) * (ops.s.pools > POOL_BLOCK)  # scores and ids of the block before
@@ -175,7 +177,9 @@ def experts(ops: Ops, x: Value, weights: Value, num: int) -> Value:
     tape.drop(joined)
     inputs = [chosen, weights]
     small = pairs * e * narrow
-    (y,) = tape.op(inputs, [t * width * e], saves=[chosen, *([] if narrow else [weights])], kept=small, back=small)
+    (y,) = tape.op(
+        inputs, [t * width * e], saves=[chosen, *([] if narrow else [weights])], kept=small, back=small
+    )
     tape.drop(chosen, outputs, grouped, order, index)
     return y
 
