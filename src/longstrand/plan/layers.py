@@ -210,8 +210,10 @@ class LayerTape:
         q = ops.linear(q_resid, shape.q_lora_rank, width, "indexer")
         wide = ops.wide_of(q, self.t * width)
         weights = ops.tape.value(self.t * shape.index_n_heads * self.s.w)
+        if wide is not q:
+            ops.tape.drop(q)
         ops.select(wide)
-        ops.tape.drop(q, weights, *([] if wide is q else [wide]))
+        ops.tape.drop(wide, weights)
 
     def _feed_forward(self, ops: Ops, x: Value) -> Value:
         tape = ops.tape
@@ -235,7 +237,8 @@ class LayerTape:
         if wide is not h:
             tape.drop(wide)
         ids = tape.value(t * active * 8)
-        (weights,) = tape.op([logits], [t * active * w], kept=3 * t * active * w)
+        # scores of the chosen, their sum; the ids, by which they were looked up
+        (weights,) = tape.op([logits], [t * active * w], saves=[ids], kept=t * (active + 1) * w)
         routed = ops.experts(h, weights)
         shared = ops.dense(h, self.width, shape.moe_intermediate_size * shape.n_shared_experts, "experts")
         (out,) = tape.op([routed, shared], [t * self.width * self.s.e], shares=True)

@@ -80,7 +80,10 @@ class SharedLayerTape(LayerTape):
         tape.walk_back(rest)
         if out is not None and grown is not None:
             out.grad = grown.grad
-            tape.at_once(tape.nodes[recurred].back)
+            if self.s.native:
+                tape.at_once(tape.nodes[recurred].back)
+            elif not keeps_front:
+                tape.walk_back(recurred)
         if keeps_front:
             tape.drop(y)
             return Middle(tape.most, tape.live, stands)
