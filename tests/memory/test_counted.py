@@ -1,5 +1,7 @@
 """The counter of living tensor bytes: against sizes that are known."""
 
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -61,3 +63,24 @@ def test_without_a_compiler_it_says_why(monkeypatch):
     assert "no-such-compiler" in (memory.why_not or "")
     assert memory.take() is None
     module._counter.cache_clear()
+
+
+def test_what_was_made_before_it_may_be_freed_after_it():
+    """oneDNN keeps blocks of torch's allocator from call to call; a counter that took them for its own crashed there."""
+    script = """
+import torch
+import torch.nn.functional as F
+from longstrand.memory.counted import CountedMemory
+taps, early = torch.randn(64, 1, 4), torch.randn(1000)
+def convolve(length):
+    for dtype in (torch.float32, torch.bfloat16):
+        F.conv1d(torch.randn(1, 64, length).to(dtype), taps.to(dtype), groups=64)
+convolve(300)
+counted = CountedMemory(torch.device("cpu"))
+for length in range(300, 330):
+    convolve(length)
+before = counted.live()
+del early
+assert counted.live() == before
+"""
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0

@@ -5,15 +5,19 @@
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
 
-#include <atomic>
 #include <cstdint>
+#include <mutex>
+#include <unordered_map>
 
 namespace {
 
-std::atomic<int64_t> live{0}, most{0};
+int64_t live = 0, most = 0;
 
-// A size stands before each block: torch asks that what frees a block be given the block itself.
-constexpr size_t HEADER = 64;  // keeps torch's alignment
+// Blocks are torch's own, and only their sizes are kept here: what was given out before, or is freed past this allocator,
+// does no harm. torch asks that what frees a block be given the block itself.
+// Neither is ever destroyed: tensors are freed until the very end of the process.
+std::mutex& guard = *new std::mutex;
+std::unordered_map<void*, int64_t>& sizes = *new std::unordered_map<void*, int64_t>;
 
 c10::Allocator* behind() {
   static c10::Allocator* const torchs = c10::GetCPUAllocator();
@@ -21,23 +25,29 @@ c10::Allocator* behind() {
 }
 
 void give_back(void* block) {
-  char* start = static_cast<char*>(block) - HEADER;
-  live -= *reinterpret_cast<int64_t*>(start);
-  behind()->raw_deleter()(start);
+  {
+    std::lock_guard<std::mutex> lock(guard);
+    auto found = sizes.find(block);
+    if (found != sizes.end()) {
+      live -= found->second;
+      sizes.erase(found);
+    }
+  }
+  behind()->raw_deleter()(block);
 }
 
 struct Counter final : c10::Allocator {
   c10::DataPtr allocate(size_t bytes) override {
-    if (bytes == 0) return behind()->allocate(0);
-    c10::DataPtr memory = behind()->allocate(bytes + HEADER);
+    c10::DataPtr memory = behind()->allocate(bytes);
     const c10::Device device = memory.device();
-    char* start = static_cast<char*>(memory.release_context());
-    *reinterpret_cast<int64_t*>(start) = static_cast<int64_t>(bytes);
-    const int64_t now = live += static_cast<int64_t>(bytes);
-    int64_t before = most.load();
-    while (now > before && !most.compare_exchange_weak(before, now)) {
-    }
-    return {start + HEADER, start + HEADER, &give_back, device};
+    void* block = memory.release_context();
+    if (block == nullptr) return {nullptr, nullptr, &give_back, device};
+    std::lock_guard<std::mutex> lock(guard);
+    int64_t& size = sizes[block];
+    live += static_cast<int64_t>(bytes) - size;
+    size = static_cast<int64_t>(bytes);
+    if (live > most) most = live;
+    return {block, block, &give_back, device};
   }
   c10::DeleterFnPtr raw_deleter() const override { return &give_back; }
   void copy_data(void* to, const void* from, size_t bytes) const override { default_copy_data(to, from, bytes); }
@@ -52,7 +62,15 @@ void start_counting() {
   if (behind()->raw_deleter() != nullptr) c10::SetCPUAllocator(&counter, 1);
 }
 
-int64_t live_bytes() { return live.load(); }
+int64_t live_bytes() {
+  std::lock_guard<std::mutex> lock(guard);
+  return live;
+}
 
-int64_t take_most() { return most.exchange(live.load()); }
+int64_t take_most() {
+  std::lock_guard<std::mutex> lock(guard);
+  const int64_t found = most;
+  most = live;
+  return found;
+}
 }

@@ -14,6 +14,7 @@ from longstrand.plan import plain
 from longstrand.plan.chunked import Chunked
 from longstrand.plan.job import Job
 from longstrand.plan.parameters import GROUPS
+from longstrand.plan.rounds import ALONE, Rounds, experts_over, filled
 from longstrand.plan.tape import Learns, Tape, Value
 
 CHUNK = 16  # tokens of a chunk of KDA
@@ -30,6 +31,7 @@ class Settings:
         native: whether CPU kernels run.
         groups: those that receive gradients.
         pools: of a sequence, as far as selection looks at them at once.
+        rounds: of experts that ranks share.
     """
 
     shape: Architecture
@@ -38,13 +40,16 @@ class Settings:
     native: bool
     groups: frozenset[str] = frozenset(GROUPS)
     pools: int = plain.POOL_BLOCK + 1
+    rounds: Rounds = ALONE
 
     @classmethod
     def of(cls, job: Job) -> Settings:
         groups = frozenset(group for group in GROUPS if job.trains_group(group))
         native = job.form == "native" and job.itemsize < 8
         pools = min(job.length // job.shape.index_kpool, plain.POOL_BLOCK + 1)
-        return cls(job.shape, job.itemsize, job.wide, native, groups, pools)
+        ranks, receive = job.parallel.expert, job.parallel.receive_rows(job.memory.tile)
+        rounds = Rounds(ranks, receive, job.data_skew) if ranks > 1 else ALONE
+        return cls(job.shape, job.itemsize, job.wide, native, groups, pools, rounds)
 
     @property
     def narrow(self) -> bool:
@@ -204,6 +209,8 @@ class Ops:
 
     def experts(self, x: Value, weights: Value) -> Value:
         """Routed experts: rows grouped, two products per expert, put together."""
+        if self.s.rounds.ranks > 1:
+            return experts_over(self, x, weights)
         shape, t, e = self.shape, self.t, self.e
         active, width, inner = shape.num_experts_per_tok, shape.hidden_size, shape.moe_intermediate_size
         pairs = t * active
@@ -211,8 +218,9 @@ class Ops:
         learns = self.s.learns("experts", 2 * each, each)
         inputs, outputs = [x, weights], [t * width * e]
         if self.s.native:
-            kept = pairs * (2 * width + 3 * inner) * e + pairs * 8
-            back = pairs * (width + 3 * inner) * e
+            rows = filled(pairs, shape.n_routed_experts) if self.s.narrow else pairs
+            kept = rows * (2 * width + 3 * inner) * e + pairs * 8
+            back = rows * (width + 3 * inner) * e
             (y,) = self.tape.op(
                 inputs, outputs, saves=[weights], kept=kept, work=pairs * 8, back=back, learns=learns
             )
