@@ -66,7 +66,7 @@ def test_without_a_compiler_it_says_why(monkeypatch):
 
 
 def test_what_was_made_before_it_may_be_freed_after_it():
-    """oneDNN keeps blocks of torch's allocator from call to call; a counter that took them for its own crashed there."""
+    """oneDNN keeps blocks of torch's allocator from call to call; a counter that took them for its own crashed."""
     script = """
 import torch
 import torch.nn.functional as F

@@ -25,11 +25,14 @@ class Rounds(NamedTuple):
     receive: int = 1
     skew: float = 1.0
 
+    def number(self, pairs: int) -> int:
+        """Of rounds, for so many choices of a tile."""
+        return max(1, -(-int(pairs * self.skew) // self.receive))
+
     def rows(self, pairs: int) -> tuple[int, int]:
-        """Rows that a rank sends in a round, and that the busiest one receives, for so many choices of a tile."""
-        received = int(pairs * self.skew)
-        number = max(1, -(-received // self.receive))
-        return -(-pairs // number), -(-received // number)
+        """Rows that a rank sends in a round, and that the busiest one receives."""
+        number = self.number(pairs)
+        return -(-pairs // number), -(-int(pairs * self.skew) // number)
 
 
 ALONE = Rounds()
@@ -68,10 +71,12 @@ def experts_over(ops: Ops, x: Value, weights: Value) -> Value:
     trains = "experts" in ops.s.groups
     learns = ops.s.learns("experts", values * 2 // 3, values // 3)
     graph = 2 * coming + inside  # a copy of the rows, what the graph keeps, its output
-    products = came * width * w * (1 + narrow) + coming  # d_out by weight, and cast
-    walked = held * (width + 3 * inner) * e + coming + max(learns)
-    round_back = 2 * coming + max(4 * going, graph + products + walked)
-    back = output + pairs * (16 + w) + ids + round_back + values * w * trains
+    products = came * width * w * (1 + narrow) + coming  # d_out by weight, and cast: the latter stays
+    walked = coming + held * (width + 3 * inner) * e + coming + max(learns)
+    round_back = 2 * coming + max(4 * going, graph + products, graph + walked)
+    # What earlier rounds have added up; in the only one it is what the gradients become as they are widened.
+    added = values * w * (trains and ops.s.rounds.number(pairs) > 1)
+    back = output + pairs * (16 + w) + ids + round_back + added
     (y,) = tape.op(
         [x, weights],
         [t * width * e],
