@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from longstrand.plan.tape import Value
+from longstrand.plan.tape import Learns, Tape, Value
 
 if TYPE_CHECKING:
     from longstrand.plan.ops import Ops
@@ -157,21 +157,18 @@ def experts(ops: Ops, x: Value, weights: Value, num: int) -> Value:
     width, inner = shape.hidden_size, shape.moe_intermediate_size
     pairs, trains = t * shape.num_experts_per_tok, "experts" in ops.s.groups
     row, hidden = pairs * width * e, pairs * inner * e
+    each = num * width * inner
+    # The experts' gradients wait one by one, are put together, and then widened.
+    parts = [_unbound(tape, size * e, size * w * narrow) for size in (2 * each, each)] if trains else []
     (order,) = [tape.value(pairs * 8)]
     (grouped,) = tape.op([x], [row], kept=pairs * 8)
     # of one expert: both halves, hidden and the clamped parts
     one = (4 if not tape.graph else 2) * hidden // num
-    each = num * width * inner
-    # Every expert's gradients fill a tensor of all experts', which is added to those that came: the last but one
-    # beside them all.
-    summed = 3 * each * w + 2 * each * (w + e * narrow) if trains else 0
     one_back = (2 * row - 3 * hidden) // num
-    back = max(summed + one_back - row, row, 8 * hidden // num)
+    back = max(one_back - row, row, 8 * hidden // num)
     kept = (2 + trains) * hidden * tape.graph
-    (outputs,) = tape.op([grouped], [row], saves=[grouped] * trains, kept=kept, work=one, back=back)
+    (outputs,) = tape.op([grouped, *parts], [row], saves=[grouped] * trains, kept=kept, work=one, back=back)
     (joined,) = tape.op([outputs], [row], shares=True)
-    if not tape.graph:
-        pass
     (index,) = [tape.value(pairs * 8)]
     (chosen,) = tape.op([joined], [row], saves=[index])
     tape.drop(joined)
@@ -182,6 +179,13 @@ def experts(ops: Ops, x: Value, weights: Value, num: int) -> Value:
     )
     tape.drop(chosen, outputs, grouped, order, index)
     return y
+
+
+def _unbound(tape: Tape, size: int, widened: int) -> Value:
+    """Views of each expert's part of a weight."""
+    (parts,) = tape.op([], [0], learns=Learns(size, size + widened))
+    parts.grad_bytes = size
+    return parts
 
 
 def logprob_bytes(ops: Ops, token_block: int, vocabulary_block: int, trains: bool) -> tuple[int, int]:

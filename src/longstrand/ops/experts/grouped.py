@@ -42,9 +42,10 @@ def experts(
     counts = torch.bincount(ids.flatten().long(), minlength=len(gate_up)).tolist()
     grouped = x.index_select(0, order // ids.shape[1]).split(counts)
     outputs = []
-    for expert, rows in enumerate(grouped):
+    # Unbound once: each indexing would fill a gradient of all experts' size on its way back.
+    for rows, first, second in zip(grouped, gate_up.unbind(), down.unbind(), strict=True):
         if len(rows):
-            outputs.append(swiglu(rows @ gate_up[expert].T, limit) @ down[expert].T)
+            outputs.append(swiglu(rows @ first.T, limit) @ second.T)
     back = torch.empty_like(order)
     back[order] = torch.arange(len(order), device=order.device)
     per_choice = torch.cat(outputs).index_select(0, back).view(*ids.shape, -1)  # T A D
