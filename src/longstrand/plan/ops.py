@@ -124,8 +124,8 @@ class Ops:
     def dense(self, x: Value, width: int, inner: int, group: str) -> Value:
         """Gate and up in one product of joined weights, the activation, down."""
         size, trains = 2 * width * inner, group in self.s.groups
-        # The joined gradient is cut into views, each of which is widened.
-        widened = size * (self.e + self.w * self.s.narrow // 2) * trains
+        # The joined gradient is cut into views, which are widened one after the other.
+        widened = size * self.w * self.s.narrow // 2 * trains
         (joined,) = self.tape.op([], [size * self.e], learns=Learns(0, widened))
         joined.grad_bytes *= trains
         (both,) = self.tape.op(

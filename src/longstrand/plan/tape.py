@@ -39,7 +39,7 @@ class Learns(NamedTuple):
 
     Attributes:
         made: all of them, as the operation makes them.
-        widened: most that lives while they are widened, when the gradients that came are gone.
+        widened: most that lives while they are widened, beside what was saved and the gradients that came and go.
     """
 
     made: int = 0
@@ -147,10 +147,9 @@ class Tape:
             arrived = [value for value in node.outputs if value.grad is not None]
             if arrived:
                 leaving = self._leaving(node, arrived[0])
+                self.at_once(node.after)
             for value in arrived:
                 self.take(value)
-            if arrived:
-                self.at_once(node.after)
             for block in node.saved:
                 self.drop_block(block)
             if not arrived:
