@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from longstrand.errors import UserError
@@ -34,20 +35,21 @@ class Longest:
 def longest_sequence(job: Job, room: Room) -> Longest | None:
     """The longest sequence, rounded down to a multiple of 1,024 tokens, with whatever levers it takes.
 
-    First with the levers of a length that is far too large; then, as long as a tile more fits with other levers, with
-    those. None: not even 1,024 tokens fit.
+    It is looked for near the longest with the levers of a length that is far too large, or of one where those end;
+    whether a length fits is what `search` says of it. None: not even 1,024 tokens fit.
     """
-    if missing(_reached(job, room, LENGTHS), room):
+
+    def fits(length: int) -> bool:
+        return not missing(_reached(job, room, length), room)
+
+    if not fits(LENGTHS):
         return None
-    found, levers = LENGTHS, _reached(job, room, LONGEST)
-    while True:
-        longer = _longest_with(levers, room, found)
-        if longer >= LONGEST:
-            return Longest(search(replace(job, length=longer), room), None)
-        levers = _reached(job, room, longer + LENGTHS)
-        found = longer
-        if missing(levers, room):
-            break
+    if fits(LONGEST):
+        return Longest(search(replace(job, length=LONGEST), room), None)
+    near, levers = LENGTHS, _reached(job, room, LONGEST)
+    while (longer := _longest_with(levers, room, near)) > near:
+        near, levers = longer, _reached(job, room, longer + LENGTHS)
+    found = _last(fits, LENGTHS, near)
     plan = search(replace(job, length=found), room)
     return Longest(plan, search(replace(job, length=found + LENGTHS), room))
 
@@ -105,31 +107,34 @@ def _reached(job: Job, room: Room, length: int) -> Job:
 
 
 def _longest_with(levers: Job, room: Room, fitting: int) -> int:
-    """The largest multiple of `LENGTHS` that fits with these levers; `fitting` does, perhaps with others.
+    """The largest multiple of `LENGTHS` that fits with these levers; `fitting` where that does only with others.
 
-    Bytes grow nearly in proportion to the length: where the line from one end to the other meets the limit is close,
-    and steps from there that grow eightfold soon have the answer between them.
+    Bytes grow nearly in proportion to the length: where the line from one end to the other meets the limit is close.
     """
 
     def left(length: int) -> int:
         return room_left(replace(levers, length=length), room)
 
-    at_low, at_high = left(fitting), left(LONGEST)
+    at_low, at_high = max(left(fitting), 0), left(LONGEST)
     if at_high >= 0:
-        return LONGEST
-    part = max(at_low, 0) / (max(at_low, 0) - at_high)
-    guess = fitting + int((LONGEST - fitting) * part) // LENGTHS * LENGTHS
-    low, high, step = fitting, LONGEST, LENGTHS
-    upward = left(guess) >= 0
-    while low < guess < high:
-        if left(guess) >= 0:
-            low = guess
-        else:
-            high = guess
-        if (left(guess) >= 0) != upward:
+        return LONGEST - LENGTHS
+    near = fitting + int((LONGEST - fitting) * (at_low / (at_low - at_high))) // LENGTHS * LENGTHS
+    return _last(lambda length: left(length) >= 0, fitting, near)
+
+
+def _last(fits: Callable[[int], bool], low: int, near: int) -> int:
+    """The last multiple of `LENGTHS` that fits; `low` where nothing above it does.
+
+    Steps from a length nearby that grow eightfold soon have it between them.
+    """
+    high, at, step = LONGEST, near, LENGTHS
+    upward = fits(near)
+    while low <= at < high:
+        low, high = (at, high) if fits(at) else (low, at)
+        if (low == at) != upward:
             break
-        guess, step = (guess + step, 8 * step) if upward else (guess - step, 8 * step)
+        at, step = (at + step if upward else at - step), 8 * step
     while high - low > LENGTHS:
         middle = (low + high) // 2 // LENGTHS * LENGTHS
-        low, high = (middle, high) if left(middle) >= 0 else (low, middle)
+        low, high = (middle, high) if fits(middle) else (low, middle)
     return low

@@ -157,18 +157,15 @@ def levers_for(base: Job, room: Room) -> tuple[Lever, ...]:
 
 
 def reach(job: Job, room: Room, levers: tuple[Lever, ...]) -> Job:
-    """Switches levers on at their strongest until the job fits; the closest where it never does."""
-    over = sum(missing(job, room).values())
-    for lever in levers:
-        if not over:
-            break
-        for value in lever.tried:
-            candidate = lever.put(job, value)
-            now = sum(missing(candidate, room).values())
-            if now < over:
-                job, over = candidate, now
-            if not now:
-                break
+    """Switches levers on at their strongest until the job fits; the closest where it never does.
+
+    From the first again as long as that brings it closer: with other levers on, another tile takes least.
+    """
+    over, before = sum(missing(job, room).values()), None
+    while over and job != before:
+        before = job
+        for lever in levers:
+            job, over = _strengthened(lever, job, over, room)
     return job
 
 
@@ -176,6 +173,18 @@ def reach(job: Job, room: Room, levers: tuple[Lever, ...]) -> Job:
 def seconds_of(job: Job, room: Room) -> Seconds:
     """As `plan_seconds`, once per job."""
     return plan_seconds(job, room.device, dict(room.fitted) or None)
+
+
+def _strengthened(lever: Lever, job: Job, over: int, room: Room) -> tuple[Job, int]:
+    """The job with the value of a lever that leaves least over the limits, or the first that fits."""
+    for value in lever.tried if over else ():
+        candidate = lever.put(job, value)
+        now = sum(missing(candidate, room).values())
+        if now < over:
+            job, over = candidate, now
+        if not now:
+            break
+    return job, over
 
 
 def _only_needed(job: Job, room: Room, levers: tuple[Lever, ...]) -> Job:
