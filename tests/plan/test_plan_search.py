@@ -26,9 +26,9 @@ def every_lever_is_needed(plan: Plan) -> bool:
 
 ROOMS = {
     "the slice, one H200, 1M": (Job(SLICE, 2**20), Room(find_device("H200"), 1)),
-    "the slice, one H200, 6M, 500 GiB of host": (
-        Job(SLICE, 6 * 2**20),
-        Room(find_device("H200"), 1, host_bytes=500 * GIB),
+    "the slice, one H200, 3M, 300 GiB of host": (
+        Job(SLICE, 3 * 2**20),
+        Room(find_device("H200"), 1, host_bytes=300 * GIB),
     ),
     "the slice, 8 H100, 4M": (Job(SLICE, 2**22), Room(find_device("H100-80"), 8)),
     "all of it, 64 B200, 1M": (Job(REAL, 2**20), Room(find_device("B200"), 64)),
