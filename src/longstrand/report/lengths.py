@@ -80,7 +80,8 @@ def _draw_memory(axes: Axes, plans: Sequence[Plan]) -> None:
         new = [setting(step) for step in plan.steps if step.setting not in before]
         before |= {step.setting for step in plan.steps}
         label = "\n".join(each.replace("memory.", "").replace("parallel.", "") for each in new)
-        axes.text(place, below[place], label, ha="center", va="bottom", fontsize=7.5, color=INK)
+        above = max(float(below[place]), limit / GIB if limit else 0.0)  # clear of the line
+        axes.text(place, 1.02 * above, label, ha="center", va="bottom", fontsize=7.5, color=INK)
     axes.legend(loc="upper left", ncols=4, fontsize=8, labelcolor=INK)
 
 
