@@ -36,6 +36,9 @@ class Asked:
     here: bool
 
 
+MOST_GIB = 2**30
+
+
 def of_recipe(values: Values) -> Asked:
     """A recipe's run, as it says.
 
@@ -118,6 +121,9 @@ def _room(values: Values, world: int, spool: Path) -> Room:
             "--optimizer host: a CPU's memory is the host's, so that nothing would leave it; remove it"
         )
     here = values.this_host or device.kind == "cpu"
+    for option, gib in (("--host-memory", values.host_memory), ("--host-disk", values.host_disk)):
+        if gib is not None and not 0 <= gib < MOST_GIB:
+            raise UserError(f"{option} {gib}: must be GiB of one host, from 0 to below 2**30")
     host, disk = (None if gib is None else int(gib * GIB) for gib in (values.host_memory, values.host_disk))
     return Room(
         device=device,

@@ -23,7 +23,7 @@ class Device(Record):
 
     name: str = Field("", description="what a plan calls it")
     kind: Literal["gpu", "cpu"] = Field("gpu", description="a CPU's memory is the host's")
-    memory_gib: float = Field(ge=0, description="what a process can have, GiB")
+    memory_gib: float = Field(ge=0, lt=2**30, description="what a process can have, GiB")
     bfloat16_tflops: float = Field(gt=0, description="matrix products in bfloat16")
     float32_tflops: float = Field(gt=0, description="matrix products in float32")
     memory_gb_per_second: float = Field(gt=0, description="of its own memory")
