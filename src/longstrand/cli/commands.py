@@ -15,8 +15,9 @@ from typing import Annotated
 import typer
 
 import longstrand
+from longstrand.cli.arguments import tokens_of
 from longstrand.cli.plan import plan
-from longstrand.config import Recipe, dump_toml, example_recipe, load_recipe, parse_length
+from longstrand.config import Recipe, dump_toml, example_recipe, load_recipe
 from longstrand.errors import UserError
 
 app = typer.Typer(
@@ -78,7 +79,7 @@ def init(
     """Write a commented recipe for your data."""
     from longstrand.cli.starting import write_recipe
 
-    path = write_recipe(data, _tokens("--length", length), model, out)
+    path = write_recipe(data, tokens_of("--length", length), model, out)
     typer.echo(f"{path}: written; edit it, then: longstrand train {path}")
 
 
@@ -128,7 +129,7 @@ def certify(
     ] = None,
 ) -> None:
     """Compare ranks, packs, tiles, levers and a resumed run with one plain process, on your model and data."""
-    settings, number = load_recipe(recipe, overrides), _tokens("--tokens", tokens)
+    settings, number = load_recipe(recipe, overrides), tokens_of("--tokens", tokens)
     from longstrand.checks.certify import run_certification
 
     typer.echo(run_certification(settings, tokens=number, ranks=ranks))
@@ -153,8 +154,8 @@ def evaluate(  # noqa: PLR0913 (the options of a command)
     expert: ExpertRanks = None,
 ) -> None:
     """Score a model on held-out data by position."""
-    tokens = _tokens("--length", length)
-    width = buckets if buckets == "doubling" else _tokens("--buckets", buckets)
+    tokens = tokens_of("--length", length)
+    width = buckets if buckets == "doubling" else tokens_of("--buckets", buckets)
     from longstrand.evaluate import run_evaluation
     from longstrand.launch import joined_ranks
 
@@ -213,7 +214,7 @@ def generate(  # noqa: PLR0913 (the options of a command)
     expert: ExpertRanks = None,
 ) -> None:
     """Continue prompts with a model: FASTA out (JSONL for a model of text)."""
-    tokens = _tokens("--max-new-tokens", max_new_tokens, least=1)
+    tokens = tokens_of("--max-new-tokens", max_new_tokens, least=1)
     from longstrand.generate import Sampling
     from longstrand.generate.command import Request, run_generation
     from longstrand.generate.rollout import BATCH
@@ -330,16 +331,6 @@ def _check_place(recipe: Path, settings: Recipe) -> None:
             f"run.out = {out}: {recipe} stands in another folder, which was moved or copied; go on in that one "
             f"with --set run.out={shlex.quote(str(folder))}"
         )
-
-
-def _tokens(option: str, text: str, least: int = 2) -> int:
-    try:
-        tokens = parse_length(text)
-    except ValueError as error:
-        raise UserError(f"{option} {text}: {error}") from None
-    if tokens < least:
-        raise UserError(f"{option} {text}: must be at least {least} token{'s' * (least > 1)}")
-    return tokens
 
 
 def _measurements() -> dict[str, str]:

@@ -9,8 +9,9 @@ from typing import NoReturn
 
 import typer
 
+from longstrand.cli.arguments import tokens_of
 from longstrand.cli.plan import Output, Values
-from longstrand.cli.plan_asked import Asked, of_model, of_recipe, tokens_of
+from longstrand.cli.plan_asked import Asked, of_model, of_recipe
 from longstrand.errors import CheckFailed, UserError
 from longstrand.plan.host import HostNeeds, file_shortages, host_needs, shortages, this_machine
 from longstrand.plan.inverse import doubling_lengths, fewest_devices, longest_sequence, sweep

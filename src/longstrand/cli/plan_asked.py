@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from longstrand.cli.arguments import tokens_of
 from longstrand.cli.plan import Values
-from longstrand.config import GROUPS, Recipe, load_recipe, parse_length
+from longstrand.config import GROUPS, Recipe, load_recipe
 from longstrand.errors import UserError
 from longstrand.plan.devices import GIB, find_device
 from longstrand.plan.host import free_bytes, this_machine
@@ -158,13 +159,3 @@ def _form(room: Room, asked: Literal["auto", "native", "portable"], dtype: str) 
     if not room.is_cpu or asked == "portable" or dtype == "float64":
         return "portable"
     return "native" if asked == "native" or shutil.which("g++") else "portable"
-
-
-def tokens_of(option: str, text: str) -> int:
-    try:
-        tokens = parse_length(text)
-    except ValueError as error:
-        raise UserError(f"{option} {text}: {error}") from None
-    if tokens < 2:
-        raise UserError(f"{option} {text}: must be at least 2 tokens")
-    return tokens

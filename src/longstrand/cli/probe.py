@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from longstrand.cli.commands import Overrides, RecipeFile, _tokens, app
+from longstrand.cli.arguments import tokens_of
+from longstrand.cli.commands import Overrides, RecipeFile, app
 from longstrand.config import load_recipe
 
 
@@ -32,7 +33,7 @@ def probe(
 ) -> None:
     """Measure expert load and attention distances on real sequences against random tokens."""
     settings = load_recipe(recipe, overrides)
-    length = None if tokens is None else _tokens("--tokens", tokens)
+    length = None if tokens is None else tokens_of("--tokens", tokens)
     from longstrand.checks.probe import Asked, run_probe
 
     run_probe(settings, Asked(sequences, length, expert_ranks), as_json=as_json, out=out)
