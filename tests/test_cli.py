@@ -4,37 +4,21 @@ import io
 import json
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from called import Called, caller
 
-from longstrand.cli import main
 from longstrand.config import Recipe, dump_toml, example_recipe, load_recipe
 from longstrand.doctor import examine
 from longstrand.errors import CheckFailed, RunFailed, UserError
 from longstrand.train.signals import Stopped
 
 
-@dataclass
-class Called:
-    code: int
-    out: str
-    err: str
-
-
 @pytest.fixture
 def call(monkeypatch, capsys):
     """Runs the command line in this process, as the installed command does."""
-
-    def run(*arguments: str) -> Called:
-        monkeypatch.setattr(sys, "argv", ["longstrand", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        captured = capsys.readouterr()
-        return Called(ended.value.code or 0, captured.out, captured.err)
-
-    return run
+    return caller(monkeypatch, capsys)
 
 
 @pytest.fixture

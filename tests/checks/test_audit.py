@@ -1,15 +1,14 @@
 """An audit of a small recipe: it passes, and fails where something else runs than what was asked."""
 
 import json
-import sys
 
 import pytest
 import torch
+from called import caller
 
 from longstrand.architecture import Architecture
 from longstrand.bench.audited import MISFITS, audited, audited_recipe, measure
 from longstrand.checks.audit import audit, written_sizes
-from longstrand.cli import main
 from longstrand.config import KernelsSection, dump_toml, load_recipe
 from longstrand.errors import CheckFailed
 from longstrand.model.forms import plan_forms
@@ -39,14 +38,7 @@ def recipe_file(tmp_path):
 
 @pytest.fixture
 def call(monkeypatch, capsys):
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["longstrand", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        captured = capsys.readouterr()
-        return ended.value.code or 0, captured.out, captured.err
-
-    return run
+    return caller(monkeypatch, capsys)
 
 
 @pytest.mark.parametrize("name", MISFITS)

@@ -1,13 +1,13 @@
 """What a probe counts, against a loop over tokens; what it says, writes and refuses."""
 
 import json
-import sys
 from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
+from called import caller
 
 from longstrand.bench._recount import kept_choices, recount
 from longstrand.bench._small_models import documents, model
@@ -18,7 +18,6 @@ from longstrand.checks.probe import Asked, probe, run_probe
 from longstrand.checks.probe_text import show
 from longstrand.checks.probed import Probe, Subject
 from longstrand.checks.skew import ExpertLoads, LayerLoads, busiest_over_mean, num_rounds, sizes_of_axis
-from longstrand.cli import main
 from longstrand.config import dump_toml, load_recipe
 from longstrand.data import Pack
 from longstrand.errors import CheckFailed, UserError
@@ -224,15 +223,7 @@ def test_a_log_probability_that_is_not_finite_stops_it():
 @pytest.fixture
 def call(monkeypatch, capsys):
     """The command line in this process: code, standard output and standard error."""
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["longstrand", "probe", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        captured = capsys.readouterr()
-        return ended.value.code or 0, captured.out, captured.err
-
-    return run
+    return caller(monkeypatch, capsys, "probe")
 
 
 @pytest.fixture

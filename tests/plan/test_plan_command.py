@@ -4,11 +4,10 @@ import json
 import resource
 import subprocess
 import sys
-from dataclasses import dataclass
 
 import pytest
+from called import caller
 
-from longstrand.cli import main
 from longstrand.config import load_recipe
 from longstrand.model import load_model
 from longstrand.plan.devices import GIB, find_device
@@ -26,26 +25,11 @@ devices_per_host = 2
 FLASH = ("--model", "glm-5.3-flash", "--device", "B200", "--devices", "64")
 
 
-@dataclass
-class Called:
-    code: int
-    out: str
-    err: str
-
-
 @pytest.fixture
 def call(monkeypatch, capsys, tmp_path):
     """Runs `longstrand plan` in this process, in an empty folder."""
     monkeypatch.chdir(tmp_path)
-
-    def run(*arguments: str) -> Called:
-        monkeypatch.setattr(sys, "argv", ["longstrand", "plan", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        captured = capsys.readouterr()
-        return Called(ended.value.code or 0, captured.out, captured.err)
-
-    return run
+    return caller(monkeypatch, capsys, "plan")
 
 
 @pytest.fixture
