@@ -11,7 +11,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,9 +81,7 @@ def measure() -> list[dict[str, Any]]:
                 "plan": plan,
             }
         )
-        levers = ", ".join(
-            f"{each['setting'].partition('.')[2]} = {each['value']}" for each in plan["levers"]
-        )
+        levers = _levers(plan)
         mesh = plan["parallel"]
         rows.append(
             [
@@ -95,7 +93,7 @@ def measure() -> list[dict[str, Any]]:
                 gib(plan["host"]["bytes"]),
                 gib(plan["files"]["bytes"]),
                 rate,
-                levers or "none",
+                levers,
                 question.published,
                 f"{seconds:.2f}",
             ]
@@ -156,12 +154,10 @@ def measure_lengths() -> dict[str, Any]:
     plans, seconds = answer(LENGTHS)
     rows = []
     for plan in plans:
-        levers = ", ".join(
-            f"{each['setting'].partition('.')[2]} = {each['value']}" for each in plan["levers"]
-        )
+        levers = _levers(plan)
         rate = f"{plan['seconds']['tokens_per_second']:,.0f}" if plan["fits"] else "does not fit"
         host = gib(plan["host"]["bytes"])
-        rows.append([f"{plan['length']:,}", gib(plan["device_bytes"]), host, rate, levers or "none"])
+        rows.append([f"{plan['length']:,}", gib(plan["device_bytes"]), host, rate, levers])
     return {
         "asked": f"9 lengths in under {SECONDS:g} s",
         "measured": f"{len(plans)} lengths, {sum(plan['fits'] for plan in plans)} fit; {seconds:.2f} s",
@@ -192,3 +188,9 @@ def main(arguments: Sequence[str]) -> int:
     """`longstrand bench answers`."""
     command_line("answers", __doc__).parse_args(list(arguments))
     return show([*measure(), measure_terms() | {"name": "terms"}, measure_lengths() | {"name": "lengths"}])
+
+
+def _levers(plan: Mapping[str, Any]) -> str:
+    """Those that are on."""
+    settings = (f"{each['setting'].partition('.')[2]} = {each['value']}" for each in plan["levers"])
+    return ", ".join(settings) or "none"

@@ -16,10 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from longstrand.ops.experts.grouped import LEAST_ROWS, rows_taken
+from longstrand.ops.experts.grouped import rows_taken
 from longstrand.ops.kda import CHUNK
 from longstrand.ops.native import LANES
 from longstrand.ops.select.blockwise import KERNEL_POOLS, KERNEL_ROWS, ROW_BLOCK
+from longstrand.plan.rounds import LEAST_ROWS
 
 
 @dataclass(frozen=True)

@@ -86,6 +86,13 @@ class Job:
         return self.parallel.world
 
     @property
+    def segments(self) -> int:
+        """Of one rank; of one document, whose early and late ones in pairs are balanced, the fewest."""
+        if self.parallel.context == 1:
+            return 1
+        return self.parallel.segments_per_rank or 2
+
+    @property
     def passes(self) -> int:
         """Sequences of a step that one rank computes a part of."""
         return -(-self.sequences_per_step // self.parallel.data)

@@ -17,6 +17,14 @@ class Site:
     post: Value
     comb: Value
 
+    def cut(self, tape: Tape) -> Site:
+        """The same as leaves, where a tile's graph is cut; see `model.layer.Cut`."""
+        return Site(tape.leaf(self.h), tape.leaf(self.post), tape.leaf(self.comb))
+
+    def join(self, leaves: Site) -> None:
+        """The leaves' gradients arrive here."""
+        self.h.grad, self.post.grad, self.comb.grad = leaves.h.grad, leaves.post.grad, leaves.comb.grad
+
 
 class HeadTape:
     """The end of the trunk on tiles of `tokens` rows: the mean over streams, the last norm, log-probabilities."""
@@ -66,22 +74,17 @@ class LayerTape:
 
     def forward(self) -> int:
         """Most that lives while a tile goes forward without a graph, its output included; not its input."""
-        tape = Tape(graph=False)
-        ops = Ops(tape, self.s, self.t)
-        x = self._input(tape)
+        ops, x = self._begin(graph=False)
         site = self._enter(ops, x)
-        out = self._kda(ops, site.h) if self.is_kda else self._dsa(ops, site.h)
-        middle = ops.mhc_update(x, out, site.post, site.comb)
-        self._feed_forward(ops, middle)
-        return tape.most
+        out = self._mix(ops, site.h)
+        self._feed_forward(ops, ops.mhc_update(x, out, site.post, site.comb))
+        return ops.tape.most
 
     def backward(self) -> tuple[int, int]:
         """Bytes that a tile's graph keeps, and most that lives until its input's gradient is there."""
-        tape = Tape()
-        ops = Ops(tape, self.s, self.t)
-        x = self._input(tape)
-        site = self._enter(ops, x)
-        leaves = Site(tape.leaf(site.h), tape.leaf(site.post), tape.leaf(site.comb))
+        ops, x = self._begin()
+        tape, site = ops.tape, self._enter(ops, x)
+        leaves = site.cut(tape)
         join = len(tape.nodes)
         latents = None if self.is_kda else self._latents(ops, leaves.h)
         front = len(tape.nodes)
@@ -97,13 +100,19 @@ class LayerTape:
             tape.give(latents)
             tape.at_once(self.t * self.shape.kv_lora_rank * self.s.w * self.s.narrow)
             tape.walk_back(join)
-        for value, leaf in ((site.h, leaves.h), (site.post, leaves.post), (site.comb, leaves.comb)):
-            value.grad = leaf.grad
+        site.join(leaves)
         tape.walk_back()
         return kept, tape.most
 
-    def _input(self, tape: Tape) -> Value:
-        return tape.view(self.t * self.shape.hc_mult * self.width * self.s.e)
+    def _begin(self, *, graph: bool = True) -> tuple[Ops, Value]:
+        """A tape of its own, and the tile's input, which is a view."""
+        tape = Tape(graph)
+        x = tape.view(self.t * self.shape.hc_mult * self.width * self.s.e)
+        return Ops(tape, self.s, self.t), x
+
+    def _mix(self, ops: Ops, h: Value) -> Value:
+        """The mixer's output."""
+        return self._kda(ops, h) if self.is_kda else self._dsa(ops, h)
 
     def _enter(self, ops: Ops, x: Value) -> Site:
         h, post, comb = ops.mhc_gather(x)

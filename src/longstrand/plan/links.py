@@ -69,7 +69,7 @@ def host_optimizer_work(passes: Passes) -> Work | None:
 
 def _summaries(passes: Passes) -> Received:
     job = passes.job
-    return kda_received(job.shape, passes.segments, job.parallel.context, job.itemsize, job.wide)
+    return kda_received(job.shape, job.segments, job.parallel.context, job.itemsize, job.wide)
 
 
 def _latents(job: Job) -> Received:

@@ -8,6 +8,7 @@ from functools import cached_property
 from longstrand.architecture import DSA
 from longstrand.plan.job import Job, Weight
 from longstrand.plan.parameters import group_of
+from longstrand.plan.streams import first_trained_layer
 
 
 @dataclass(frozen=True)
@@ -49,10 +50,7 @@ class Passes:
     @cached_property
     def first(self) -> int:
         """The lowest layer with something to train: gradients go down to it; the number of layers where none has."""
-        if "embedding" in self.trained_groups:
-            return 0
-        layers = [weight.layer for weight in self.weights if weight.trains and weight.layer is not None]
-        return min(layers, default=self.job.shape.num_hidden_layers)
+        return first_trained_layer(self.job)
 
     @cached_property
     def rebuilt(self) -> frozenset[int]:
@@ -69,14 +67,8 @@ class Passes:
     @property
     def tiles(self) -> int:
         """Of one rank in one pass: a segment ends in a tile of its own."""
-        context, tile = self.job.parallel.context, self.job.memory.tile
-        segments = 1 if context == 1 else self.segments
-        return segments * max(1, -(-self.job.length // (segments * context * tile)))
-
-    @property
-    def segments(self) -> int:
-        """Of one rank; of one document the fewest are even."""
-        return self.job.parallel.segments_per_rank or 2
+        job, segments = self.job, self.job.segments
+        return segments * max(1, -(-job.length // (segments * job.parallel.context * job.memory.tile)))
 
     @property
     def whole(self) -> int:

@@ -160,7 +160,7 @@ def experts(ops: Ops, x: Value, weights: Value, num: int) -> Value:
     each = num * width * inner
     # The experts' gradients wait one by one, are put together, and then widened.
     parts = [_unbound(tape, size * e, size * w * narrow) for size in (2 * each, each)] if trains else []
-    (order,) = [tape.value(pairs * 8)]
+    order = tape.value(pairs * 8)
     (grouped,) = tape.op([x], [row], kept=pairs * 8)
     # of one expert: both halves, hidden and the clamped parts
     one = (4 if not tape.graph else 2) * hidden // num
@@ -169,7 +169,7 @@ def experts(ops: Ops, x: Value, weights: Value, num: int) -> Value:
     kept = (2 + trains) * hidden * tape.graph
     (outputs,) = tape.op([grouped, *parts], [row], saves=[grouped] * trains, kept=kept, work=one, back=back)
     (joined,) = tape.op([outputs], [row], shares=True)
-    (index,) = [tape.value(pairs * 8)]
+    index = tape.value(pairs * 8)
     (chosen,) = tape.op([joined], [row], saves=[index])
     tape.drop(joined)
     inputs = [chosen, weights]

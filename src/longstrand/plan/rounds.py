@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from longstrand.plan.ops import Ops
 
 LEAST_ROWS = 32
+"""An expert's rows are a multiple of it, in bfloat16."""
 
 
 class Rounds(NamedTuple):
@@ -38,13 +39,14 @@ class Rounds(NamedTuple):
 ALONE = Rounds()
 
 
-def filled(choices: int, experts: int) -> int:
-    """Rows of the bfloat16 kernel for choices spread evenly: each expert's fill up half a step on the average.
+def fill_step(tokens: int) -> int:
+    """The bfloat16 kernel fills up an expert's rows to a multiple of it: one of 8 numbers between two powers of two."""
+    return max(LEAST_ROWS, 1 << max(tokens.bit_length() - 4, 0))
 
-    See `ops/experts/grouped.py`, `rows_taken`.
-    """
-    step = max(LEAST_ROWS, 1 << max((choices // experts).bit_length() - 4, 0))
-    return choices + experts * step // 2
+
+def filled(choices: int, experts: int) -> int:
+    """Rows of that kernel for choices spread evenly: each expert's fill up half a step on the average."""
+    return choices + experts * fill_step(choices // experts) // 2
 
 
 def experts_over(ops: Ops, x: Value, weights: Value) -> Value:

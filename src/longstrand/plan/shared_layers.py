@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from longstrand.plan.layers import LayerTape, Site
+from longstrand.plan.layers import LayerTape
 from longstrand.plan.ops import Ops
-from longstrand.plan.tape import Tape, Value
+from longstrand.plan.tape import Value
 
 
 class Middle(NamedTuple):
@@ -28,29 +28,23 @@ class SharedLayerTape(LayerTape):
 
     def meet(self) -> int:
         """Most that lives in the first pass forward; nothing of it stays."""
-        tape = Tape(graph=False)
-        ops = Ops(tape, self.s, self.t)
-        self._meet(ops, self._enter(ops, self._input(tape)))
-        return tape.most
+        ops, x = self._begin(graph=False)
+        h = self._enter(ops, x).h
+        if self.is_kda:
+            ops.kda(*self._rule(ops, h), summary=True)
+        else:
+            self._latents(ops, h)
+            if self.has_indexer:
+                self._complete_pools(ops)
+        return ops.tape.most
 
     def meet_keeping(self) -> int:
         """What `keep_fronts` keeps of a tile from the first pass forward to the second."""
-        tape = Tape(graph=False)
-        ops = Ops(tape, self.s, self.t)
-        site = self._enter(ops, self._input(tape))
+        ops, x = self._begin(graph=False)
+        site = self._enter(ops, x)
         if self.is_kda:
             self._rule(ops, site.h)
-        return tape.live
-
-    def forward(self) -> int:
-        """Most that lives in the second pass forward, the output included."""
-        tape = Tape(graph=False)
-        ops = Ops(tape, self.s, self.t)
-        x = self._input(tape)
-        site = self._enter(ops, x)
-        out = self._kda(ops, site.h) if self.is_kda else self._dsa(ops, site.h, append=False, gathered=True)
-        self._feed_forward(ops, ops.mhc_update(x, out, site.post, site.comb))
-        return tape.most
+        return ops.tape.live
 
     def to_the_middle(self, *, keeps_front: bool = False) -> Middle:
         """From a tile's output to the leaves of its front.
@@ -58,19 +52,16 @@ class SharedLayerTape(LayerTape):
         Args:
             keeps_front: the front has a graph, and stays with it; otherwise it is computed without one and goes.
         """
-        tape = Tape()
-        ops = Ops(tape, self.s, self.t)
-        x = self._input(tape)
-        tape.graph = keeps_front
-        site = self._enter(ops, x)
+        ops, x = self._begin(graph=keeps_front)
+        tape, site = ops.tape, self._enter(ops, x)
         rule = self._rule(ops, site.h) if self.is_kda else (self._latents(ops, site.h),)
         tape.graph = True
-        leaves = Site(tape.leaf(site.h), tape.leaf(site.post), tape.leaf(site.comb))
+        leaves = site.cut(tape)
         recurred = len(tape.nodes)
         out = ops.kda(*rule, state_only=not keeps_front) if len(rule) == 3 else None
         rest = len(tape.nodes)
         grown = tape.leaf(out) if out is not None else None
-        mixer = self._project(ops, leaves.h, grown) if grown is not None else self._attend(ops, leaves.h)
+        mixer = self._mix(ops, leaves.h) if grown is None else self._project(ops, leaves.h, grown)
         middle = ops.mhc_update(x, mixer, leaves.post, leaves.comb)
         tape.drop(mixer)
         y = self._feed_forward(ops, middle)
@@ -93,11 +84,9 @@ class SharedLayerTape(LayerTape):
 
     def to_the_input(self) -> int:
         """From the leaves, whose gradients are there, to the gradient of the tile's input."""
-        tape = Tape()
-        ops = Ops(tape, self.s, self.t)
-        x = self._input(tape)
-        site = self._enter(ops, x)
-        leaves = Site(tape.leaf(site.h), tape.leaf(site.post), tape.leaf(site.comb))
+        ops, x = self._begin()
+        tape, site = ops.tape, self._enter(ops, x)
+        leaves = site.cut(tape)
         front = len(tape.nodes)
         if self.is_kda:
             found = ops.kda(*self._rule(ops, leaves.h))
@@ -109,18 +98,10 @@ class SharedLayerTape(LayerTape):
         for leaf in (leaves.h, leaves.post, leaves.comb):
             tape.give(leaf, 0)
         tape.walk_back(front)
-        for value, leaf in ((site.h, leaves.h), (site.post, leaves.post), (site.comb, leaves.comb)):
-            value.grad = leaf.grad
+        site.join(leaves)
         tape.walk_back()
         return tape.most
 
-    def _attend(self, ops: Ops, h: Value) -> Value:
-        return self._dsa(ops, h, append=False, gathered=True)
-
-    def _meet(self, ops: Ops, site: Site) -> None:
-        if self.is_kda:
-            ops.kda(*self._rule(ops, site.h), summary=True)
-        else:
-            self._latents(ops, site.h)
-            if self.has_indexer:
-                self._complete_pools(ops)
+    def _mix(self, ops: Ops, h: Value) -> Value:
+        """The mixer's output, from latents and pools that ranks have gathered."""
+        return self._kda(ops, h) if self.is_kda else self._dsa(ops, h, append=False, gathered=True)

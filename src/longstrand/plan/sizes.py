@@ -16,9 +16,6 @@ PAGE = 4096
 POSITIONS = 32
 """Bytes per token of a tile's offsets, slots and what it sees."""
 
-SEGMENTS = 2
-"""Per rank, of a sequence that is one document: early and late ones in pairs are balanced."""
-
 
 class Tiles(NamedTuple):
     """The most that lives while one tile of a layer is computed, beside its input.
@@ -52,7 +49,7 @@ class Sizes:
         self.num_layers = self.shape.num_hidden_layers
         self.weights = job.weights()
         self.shared = job.parallel.context > 1
-        self.num_segments = (job.parallel.segments_per_rank or SEGMENTS) if self.shared else 1
+        self.num_segments = job.segments
         self.segment = -(-job.length // (job.parallel.context * self.num_segments))
         self.tokens = self.segment * self.num_segments
         self.tile = min(job.memory.tile, self.segment)

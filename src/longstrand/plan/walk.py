@@ -73,7 +73,7 @@ class _Walk:
                 held.add(INPUTS, self.stream)
                 running = True
             self._layer_forward(layer)
-        if running and self.last not in self.inputs:
+        if running:
             held.take(INPUTS, self.stream)
         held.take(ROOT)
         held.at_once({PACK: 24 * self.job.length})
@@ -128,26 +128,25 @@ class _Walk:
 
     def _layer_back(self, layer: int, *, first: bool) -> None:
         held, s = self.held, self.s
-        if not self.memory.recompute:  # its buffers are there since it went forward
-            held.add(D_BUFFERS, 0)
-        elif s.shared:
-            self._exchange(layer)
-            held.add(BUFFERS, s.buffers(layer) + s.buffers(layer, own=True) + s.tails(layer))
-        else:
+        d_buffers = s.buffers(layer) // s.e * s.w
+        if self.memory.recompute:  # otherwise its buffers are there since it went forward
+            if s.shared:
+                self._exchange(layer)
+                held.add(BUFFERS, s.buffers(layer, own=True))
             held.add(BUFFERS, s.buffers(layer) + s.tails(layer))
-        held.add(D_BUFFERS, s.buffers(layer) // s.e * s.w * self.memory.recompute)
+            held.add(D_BUFFERS, d_buffers)
         self._new_gradients(layer, D_GATHERED, first=first)
         if s.shared:
             self._two_stages(layer)
         else:
-            self._tiles_back(layer, s.tiles(layer).backward, s.tiles(layer).kept)
+            self._tiles_back(layer, s.tiles(layer).backward)
         if self.memory.recompute:
             held.take(BUFFERS)
             held.take(D_BUFFERS)
         else:
             held.take(GRAPHS, self._graphs(layer))
             held.take(BUFFERS, s.buffers(layer))
-            held.take(D_BUFFERS, s.buffers(layer) // s.e * s.w)
+            held.take(D_BUFFERS, d_buffers)
 
     def _tiles_forward(self, layer: int) -> None:
         s, held = self.s, self.held
@@ -180,12 +179,11 @@ class _Walk:
         fed = POSITIONS * s.tokens + (s.stream(s.tokens) if layer == 0 else 0)
         return s.of_all_tiles(layer, "kept") + fed
 
-    def _tiles_back(self, layer: int, most: int, kept: int) -> None:
+    def _tiles_back(self, layer: int, most: int) -> None:
         """A tile's way back; of the last layer, beside the gradient of the head."""
-        s = self.s
-        fed = self._fed(layer)
-        if not self.memory.recompute:
-            most, kept, fed = most - s.tiles(layer).kept, 0, 0
+        s, kept, fed = self.s, self.s.tiles(layer).kept, self._fed(layer)
+        if not self.memory.recompute:  # the graph is counted with all others
+            most, kept, fed = most - kept, 0, 0
         if layer < self.last:
             self.held.at_once({TILE: most + fed + self.under_way})
             return
@@ -216,12 +214,12 @@ class _Walk:
         held.add(MAPS, 2 * s.states(layer))
         own = s.buffers(layer, own=True) // s.e * s.w
         if not self.memory.recompute:  # fronts are there, with all else
-            self._tiles_back(layer, tiles.halves, tiles.kept)
+            self._tiles_back(layer, tiles.halves)
         elif self.memory.keep_fronts:
             held.add(
                 FRONTS, s.of_all_tiles(layer, "halved") + POSITIONS * s.tokens - tiles.halved - s.positions
             )
-            self._tiles_back(layer, tiles.halves, tiles.kept)
+            self._tiles_back(layer, tiles.halves)
             held.add(FRONTS, tiles.halved + s.positions)
             held.add(D_BUFFERS, own)
             held.at_once({TILE: max(0, tiles.backward - tiles.halved) + self._fed(layer)})
@@ -230,7 +228,7 @@ class _Walk:
             own_stream = self.stream if layer == self.last else 0
             held.add(INPUTS, own_stream)
             held.add(MIDDLE, s.of_all_tiles(layer, "left") - tiles.left)
-            self._tiles_back(layer, tiles.middle, tiles.kept)
+            self._tiles_back(layer, tiles.middle)
             held.add(MIDDLE, tiles.left)
             held.add(D_BUFFERS, own)
             held.at_once({TILE: tiles.backward + self._fed(layer) + self.under_way})

@@ -12,9 +12,7 @@ from torch import Tensor
 from longstrand.ops.native import SUFFIX, Op, call, refusal, require
 from longstrand.ops.precision import wide
 from longstrand.ops.swiglu import swiglu, swiglu_backward, swiglu_forward
-
-LEAST_ROWS = 32
-"""An expert's rows are a multiple of it, in bfloat16."""
+from longstrand.plan.rounds import fill_step
 
 EXPERTS = Op(
     "experts",
@@ -114,7 +112,7 @@ def rows_taken(tokens: int, dtype: torch.dtype) -> int:
     """
     if dtype != torch.bfloat16:
         return tokens
-    step = max(LEAST_ROWS, 1 << max(tokens.bit_length() - 4, 0))
+    step = fill_step(tokens)
     return -(-tokens // step) * step
 
 
