@@ -7,10 +7,16 @@ import sys
 
 import pytest
 from called import caller
+from matplotlib.figure import Figure
+from planned import REAL
 
 from longstrand.config import load_recipe
 from longstrand.model import load_model
 from longstrand.plan.devices import GIB, find_device
+from longstrand.plan.inverse import sweep
+from longstrand.plan.job import Job
+from longstrand.plan.room import Room
+from longstrand.report.lengths import _draw_memory
 
 TIGHT = """
 memory_gib = {gib}
@@ -148,6 +154,40 @@ def test_the_longest_sequence_and_the_fewest_devices(call, tight):
     assert longest.code == 0 and "(rounded down to a multiple of 1,024)" in longest.out
     fewest = call("--model", "glm-5.3-flash", "--device", "B200", "--fit", "devices", "--length", "1M")
     assert fewest.code == 0 and "The fewest are" in fewest.out
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        (*FLASH, "--length", "4M"),
+        (*FLASH, "--fit", "length"),
+        (*FLASH, "--sweep", "16k..4M"),
+        ("--model", "glm-5.3-flash", "--device", "H200", "--length", "1M", "--fit", "devices"),
+        ("--model", "toy", "--length", "64k", "--this-host"),
+    ],
+    ids=str,
+)
+def test_no_line_is_wider_than_100_columns(call, asked):
+    lines = call(*asked).out.splitlines()
+    assert lines and max(map(len, lines)) <= 100
+
+
+def test_the_longest_sequence_is_shown_with_a_plan_that_fits(call):
+    called = call(
+        "--model", "glm-5.3-flash-4-layers", "--device", "H200", "--devices", "1", "--fit", "length"
+    )
+    assert called.code == 0 and "7,634,944 tokens" in called.out
+    assert "Fits: 139.8 of 139.8 GiB" in called.out and "Does not fit" not in called.out
+
+
+def test_levers_are_named_above_the_limit_of_a_picture():
+    plans = sweep(Job(REAL, 1024, kind="gpu"), Room(find_device("B200"), 64), [2**20, 2**21, 2**22])
+    axes = Figure().subplots()
+    _draw_memory(axes, plans)
+    named = [text for text in axes.texts if "=" in text.get_text()]
+    limit = find_device("B200").memory_gib
+    assert [text.get_text() for text in named] == ["tile = 4096", "keep_every = 3"]
+    assert all(text.get_position()[1] > limit and text.get_va() == "bottom" for text in named)
 
 
 def test_a_sweep_has_a_row_per_length_and_a_picture(call, tight, tmp_path):

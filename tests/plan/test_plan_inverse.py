@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from planned import REAL, SLICE, small_room, toy_job
+from planned import REAL, SLICE, TOY, small_room, toy_job
 
 from longstrand.errors import UserError
 from longstrand.plan.devices import GIB, find_device
@@ -29,6 +29,28 @@ def test_the_longest_sequence_fits_and_a_thousand_tokens_more_do_not(job, room):
     assert found.next_plan is not None and not found.next_plan.fits
     assert found.next_plan.job.length == length + 1024
     assert not search(replace(job, length=2 * length), room).fits
+
+
+@pytest.mark.parametrize("devices", [1, 8, 64])
+@pytest.mark.parametrize("device", ["H100-80", "H200", "B200"])
+@pytest.mark.parametrize("shape", [SLICE, TOY, REAL], ids=["slice", "toy", "real"])
+def test_the_longest_is_the_last_that_a_search_says_fits(shape, device, devices):
+    for host_bytes in (None, 600 * GIB):
+        job, room = Job(shape, 1024, kind="gpu"), Room(find_device(device), devices, host_bytes=host_bytes)
+        found = longest_sequence(job, room)
+        if found is None:
+            assert not search(job, room).fits
+            continue
+        length = found.plan.job.length
+        assert found.plan.fits and found.plan == search(replace(job, length=length), room)
+        assert not any(search(replace(job, length=length + 1024 * k), room).fits for k in (1, 2, 5, 17, 129))
+
+
+def test_another_tile_is_found_where_layer_inputs_must_leave_for_a_file():
+    """With them on a host of 600 GiB each tile is 20 MiB too large or more; in files the largest fits."""
+    room = Room(find_device("H200"), 1, host_bytes=600 * GIB)
+    plan = search(Job(SLICE, 6_620_160, kind="gpu"), room)
+    assert plan.fits and plan.job.memory.offload == "disk"
 
 
 def test_more_memory_is_never_a_shorter_sequence():

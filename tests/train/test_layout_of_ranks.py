@@ -8,14 +8,16 @@ import torch.distributed as dist
 
 from longstrand.architecture import Architecture
 from longstrand.bench._small_models import architecture, model, pack
-from longstrand.config import load_recipe
+from longstrand.config import ParallelSection, load_recipe
 from longstrand.errors import UserError
 from longstrand.memory import Levers
 from longstrand.memory.shared_walk import SharedWalk
-from longstrand.model.kda_passage import KdaPassage
 from longstrand.model.parallelize import parallelize
 from longstrand.parallel import local_part, make_mesh, run_ranks
+from longstrand.plan.job import Job
+from longstrand.plan.sizes import Sizes
 from longstrand.train.layout import layout_of
+from longstrand.train.planning import job_of
 from longstrand.train.sft import check
 from longstrand.trained import model_source
 
@@ -28,7 +30,11 @@ D, W, KDA, DSA, MOE = 4096, 154_880, 34, 11, 42
 
 def published(*overrides):
     recipe = load_recipe(NAME, list(overrides))
-    return layout_of(recipe, Architecture.from_hf(json.loads(model_source(recipe.model).read_text())))
+    return layout_of(recipe, shape_of(recipe))
+
+
+def shape_of(recipe):
+    return Architecture.from_hf(json.loads(model_source(recipe.model).read_text()))
 
 
 @pytest.fixture(scope="module")
@@ -64,30 +70,35 @@ def test_tokens_and_experts_are_dealt_evenly(layout):
     assert (layout.experts, layout.expert_replicas) == (288 // 32, 2)
 
 
+def of_phase(layout, phase):
+    return {term.name: term.num_bytes for term in layout.memory.phases[phase]}
+
+
+def elsewhere(layout, place):
+    return {term.name: term.num_bytes for term in layout.memory.elsewhere if term.place == place}
+
+
 def test_every_layer_input_of_a_million_tokens_takes_22_and_a_half_gib_per_rank(layout):
-    assert layout.held["layer inputs"].num_bytes == 45 * 4 * D * 2 * OWN == 22.5 * GIB
-    assert layout.held["layer inputs"].place == "host"
+    assert elsewhere(layout, "host")["layer inputs"] == 45 * 4 * D * 2 * OWN == 22.5 * GIB
+    assert elsewhere(layout, "host")["last mean"] == D * 2 * OWN
 
 
 def test_bytes_are_those_of_plain_arithmetic(layout):
-    held = {name: term.num_bytes for name, term in layout.held.items()}
-    assert held["choices"] == (DSA * 512 * 4 + MOE * 8 * 2) * OWN  # 22.7 KiB per token
-    carry = 64 * 128 * 128 * 4 + 3 * 3 * 64 * 128 * 2
-    assert held["carries at tile borders"] == KDA * carry * 4  # two segments of two tiles
-    assert held["latents of a DSA layer"] == LENGTH * 512 * 2 == GIB
-    assert held["gradient of the latents"] == LENGTH * 512 * 4
-    assert held["its pool keys"] == LENGTH // 4 * 128 * 2
-    assert held["embedding and head, gathered"] == (2 * W * D + D) * 2
-    state, entered = (
-        64 * 128 * 128 * 4,
-        3 * 3 * 64 * 128 * 2,
-    )  # and the convolution's inputs; two segments of 128
+    forward, backward = of_phase(layout, "forward"), of_phase(layout, "backward")
+    state, entered = 64 * 128 * 128 * 4, 3 * 3 * 64 * 128 * 2
+    assert forward["embedding and head, gathered"] == (2 * W * D + D) * 2
+    assert forward["moments"] == of_phase(layout, "optimizer")["moments"] == layout.own_trained * 8
+    assert of_phase(layout, "optimizer")["gradients"] == layout.own_trained * 4
+    assert backward["between a layer's two stages"] < (D * 2 + (4 + 16 + 64 * 128) * 4) * OWN
+    # After the last layer; two segments of two tiles, and of 128 segments the maps of one head.
+    job = job_of(load_recipe(NAME), shape_of(load_recipe(NAME)), torch.device("cuda"))
+    sizes = Sizes(job)
+    assert sum(map(sizes.choices, range(45))) == (DSA * 512 * 4 + MOE * 8 * 2) * OWN  # 22.7 KiB per token
+    assert sum(map(sizes.border, range(45))) * sizes.num_tiles == KDA * (state + entered) * 4
     rows = 2 * 3 * 4 * D * 2
-    assert held["KDA's maps and states"] == KDA * (128 * 128 * 128 * 4 + 2 * (state + entered) + rows)
-    assert held["gradients of the states"] == 2 * 2 * state
-    assert held["between a layer's two stages"] == (D * 2 + (4 + 16 + 64 * 128) * 4) * OWN
-    assert held["gradients"] == layout.own_trained * 4
-    assert held["moments"] == layout.own_trained * 8
+    assert sum(map(sizes.maps, range(45))) == KDA * (128 * 128 * 128 * 4 + 2 * (state + entered) + rows)
+    dsa = next(index for index in range(45) if sizes.selects(index))
+    assert sizes.buffers(dsa) == LENGTH * 512 * 2 + LENGTH // 4 * 128 * 2
     received = layout.received
     assert received["KDA: summaries and states", "forward"] == 24 * 2**20 * 63 // 64
     assert received["DSA: latents and pool keys", "forward"] == LENGTH * (1024 + 64) * 63 // 64
@@ -96,17 +107,12 @@ def test_bytes_are_those_of_plain_arithmetic(layout):
 
 def test_levers_move_or_shrink_what_they_say():
     changed = published("memory.keep_every=7", "memory.optimizer=host", "memory.offload=none")
-    streams = changed.held["layer inputs"]
-    assert (streams.num_bytes, streams.place) == (13 * 4 * D * 2 * OWN, "device")
-    assert changed.held["moments"].place == changed.held["float32 copies"].place == "host"
-    assert "fronts" not in changed.held
-    cut = 6 * D * 2 + (4 * 16 + 5 * 4 + 39 * 4 + 2) * 4 + 32
-    rule = (3 * 8192 + 128) * 2 + (9 * 8192 + 64 + 64 * (128 * 128 // 16 + 366 * 8 + 51)) * 4
-    fronts = published("memory.keep_fronts=true").held["fronts"]
-    assert (
-        fronts.num_bytes == (cut + rule + 2 * 4 * D * 2) * OWN
-    )  # 22.7 GiB: a device's memory, in plain torch
-    assert changed.total("host") == changed.own_trained * 16
+    assert max(of_phase(changed, phase).get("layer inputs", 0) for phase in ("forward", "backward")) <= (
+        13 * 4 * D * 2 * OWN
+    )
+    assert "moments" not in of_phase(changed, "optimizer") and "fronts" not in of_phase(changed, "backward")
+    assert sum(elsewhere(changed, "host").values()) == changed.own_trained * 16
+    assert "fronts" in of_phase(published("memory.keep_fronts=true"), "backward")
 
 
 @pytest.mark.parametrize(
@@ -117,10 +123,6 @@ def test_levers_move_or_shrink_what_they_say():
         (["parallel.receive=16"], "must be at least parallel.expert = 32"),
         (["memory.keep_every=44"], "memory.keep_every = 44"),
         (["train.trainable=['vision']"], "vision"),
-        (
-            ["memory.recompute=false", "memory.offload=none"],
-            "memory.recompute = false: it keeps the activations",
-        ),
     ],
 )
 def test_what_cannot_be_is_refused_and_leaves_no_pretended_ranks(overrides, words):
@@ -138,18 +140,22 @@ def small(tmp_path, **changes):
 
 
 def held_by_a_rank():
-    """Parameters of this rank, and bytes that came while one sequence of 64 tokens was scored."""
+    """Parameters of this rank, their bytes, and those that came while one sequence of 64 tokens was scored."""
     mesh = make_mesh(data=2, context=2, expert=2)
     trained = parallelize(model("KDKD", n_routed_experts=8), mesh, receive=16)
-    own = sum(local_part(parameter).numel() for parameter in trained.parameters())
+    parts = [local_part(parameter) for parameter in trained.parameters()]
+    buffers = sum(buffer.nbytes for buffer in trained.buffers())
+    own, held = sum(part.numel() for part in parts), sum(part.nbytes for part in parts) + buffers
     with torch.no_grad():
         trained.token_logprobs(pack((64,)), levers=Levers(tile=8))
-    return own, dict(mesh.context.received)
+    return own, held, dict(mesh.context.received)
 
 
 def kept_by_a_rank():
-    """Bytes that each KDA passage of this rank keeps when its walk back begins, and those that are counted."""
+    """Bytes that each KDA passage of this rank keeps when its walk back begins, and those that are planned."""
     trained = parallelize(model("KDK"), make_mesh(data=1, context=2, expert=1))
+    ranks = ParallelSection(context=2)
+    sizes = Sizes(Job(architecture("KDK"), 64, dtype="float64", parallel=ranks))
     found, backward = [], SharedWalk.backward
 
     def looked_at(walk, d_out):
@@ -157,12 +163,11 @@ def kept_by_a_rank():
             passage = walk.passages[index]
             tensors = [passage._tails, passage._rows_before, passage._states, passage._scan._maps]
             assert not {"_d_own", "_d_tails"} & vars(passage).keys()  # made on the way back
-            counted = KdaPassage.kept_bytes(trained.layers[index], walk.layout)
-            found.append((sum(each.nbytes for each in tensors), counted))
+            found.append((sum(each.nbytes for each in tensors), sizes.maps(index)))
         return backward(walk, d_out)
 
     SharedWalk.backward = looked_at
-    trained.token_logprobs(pack((61,)), levers=Levers(tile=8)).sum().backward()
+    trained.token_logprobs(pack((64,)), levers=Levers(tile=8)).sum().backward()
     return found
 
 
@@ -175,13 +180,16 @@ def test_a_spool_is_counted_in_its_slots():
     counted = published("memory.offload=disk", "memory.tile=1000")
     tiles, page = 2 * 9, 4096  # 8,192 tokens in tiles of at most 1,000
     slots = [-(-1000 * row * 2 // page) * page for row in (4 * D, D)]
-    assert counted.total("file") == tiles * (45 * slots[0] + slots[1])
+    assert sum(elsewhere(counted, "file").values()) == tiles * (45 * slots[0] + slots[1])
 
 
 def test_real_ranks_hold_and_receive_what_is_counted(tmp_path):
     recipe = small(tmp_path)
     shape = Architecture.from_hf(json.loads((tmp_path / "small.json").read_text()))
-    for rank, (own, received) in enumerate(run_ranks(4, held_by_a_rank, start="fork", timeout=100)):
+    ranks = run_ranks(4, held_by_a_rank, start="fork", timeout=100)
+    planned = of_phase(layout_of(recipe, shape), "start")["weights"]
+    assert planned == max(held for _, held, _ in ranks)
+    for rank, (own, _, received) in enumerate(ranks):
         counted = layout_of(recipe, shape, rank)
         assert counted.own_parameters == own
         kda, dsa = (

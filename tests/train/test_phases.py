@@ -152,6 +152,18 @@ def test_the_plan_of_a_run_is_that_of_its_recipe(run):
     assert list(plan["memory"]["phases"]) == ["start", "forward", "backward", "optimizer"]
 
 
+def test_a_model_on_a_gpu_is_planned_as_on_a_gpu(tmp_path, monkeypatch):
+    """With an allocator's slack, and with plain torch even where kernels are compiled for CPUs."""
+    recipe, device = recipe_in(tmp_path), torch.device("cuda", 0)
+    shape = load_model(tmp_path / "tiny.json", torch.float32, seed=0).architecture
+    job = planning.job_of(recipe, shape, device)
+    assert (job.kind, job.form) == ("gpu", "portable")
+    monkeypatch.setattr(planning, "_name", lambda _: "NVIDIA H200")
+    plan = planning.plan_of(recipe, shape, device)
+    assert (plan["device"], plan["device_kind"], plan["form"]) == ("H200", "gpu", "portable")
+    assert "allocator slack" in {term["name"] for term in plan["memory"]["phases"]["backward"]}
+
+
 def test_what_the_planner_refuses_is_written_and_ends_no_run(tmp_path, monkeypatch):
     def refuse(job):
         raise UserError("data.length = 96: too short to plan")

@@ -10,6 +10,9 @@ import typer
 
 from longstrand.config import GROUPS
 
+WIDTH = 100
+"""Columns of what is printed."""
+
 
 def plan(  # noqa: PLR0913 (the options of a command)
     recipe: Annotated[

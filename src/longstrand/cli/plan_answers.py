@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
@@ -10,7 +11,7 @@ from typing import NoReturn
 import typer
 
 from longstrand.cli.arguments import tokens_of
-from longstrand.cli.plan import Output, Values
+from longstrand.cli.plan import WIDTH, Output, Values
 from longstrand.cli.plan_asked import Asked, of_model, of_recipe
 from longstrand.errors import CheckFailed, UserError
 from longstrand.plan.host import HostNeeds, file_shortages, host_needs, shortages, this_machine
@@ -89,9 +90,8 @@ def _fit(asked: Asked, what: str, output: Output) -> None:
                 else f"at {count(after.job.length)}: {what_is_missing(after)}"
             )
             tokens = count(longest.plan.job.length)
-            typer.echo(
-                f"The longest sequence is {tokens} tokens (rounded down to a multiple of 1,024); {ends}."
-            )
+            rounded = f"The longest sequence is {tokens} tokens (rounded down to a multiple of 1,024)"
+            typer.echo(textwrap.fill(f"{rounded}; {ends}.", WIDTH))
         _write(longest.plan, asked, output)
         return
     found = fewest_devices(asked.job, asked.room)

@@ -7,8 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from rich import box
 from rich.console import Console
 from rich.markup import escape
+from rich.padding import Padding
 from rich.table import Table
+from rich.text import Text
 
+from longstrand.cli.plan import WIDTH
 from longstrand.plan.host import HostNeeds, Machine
 from longstrand.plan.room import Room
 from longstrand.plan.search import Plan
@@ -24,7 +27,7 @@ from longstrand.plan.summary import (
 from longstrand.plan.terms import Place, Term, total
 from longstrand.wording import count, duration, short_tokens
 
-WIDTH = 100
+LINE = "\n"
 
 
 def make_console() -> Console:
@@ -40,7 +43,7 @@ def show_plan(plan: Plan, model: str, console: Console) -> None:
     console.print(_seconds_table(plan))
     show_levers(plan, console)
     for each in dict.fromkeys(term.evidence for term in _all_terms(plan)):
-        console.print(f"  {each}", markup=False, style="dim")
+        console.print(Padding(Text(each, "dim"), (0, 0, 0, 2)))
     console.print("  seconds: --json says from which part of which rate each is", style="dim")
     if not plan.room.is_cpu:
         console.print(NOT_ON_A_GPU, markup=False)
@@ -57,9 +60,13 @@ def headline(plan: Plan, model: str) -> str:
         if job.length > made_for
         else ""
     )
+    asked = (
+        f"{short_tokens(job.length)} tokens ({count(job.length)}), {count(job.sequences_per_step)} per step, "
+        f"{job.dtype}, trained: {', '.join(job.trainable)}"
+    )
+    one_line = len(model) + 2 + len(asked) <= WIDTH
     return (
-        f"{model}: {short_tokens(job.length)} tokens ({count(job.length)}), {count(job.sequences_per_step)} per step, "
-        f"{job.dtype}, trained: {', '.join(job.trainable)}\n"
+        f"{model}:{' ' if one_line else LINE}{asked}\n"
         f"{room.num_devices} x {room.device.name}{hosts}: data {mesh.data} x context {mesh.context}, "
         f"expert {mesh.expert}{beyond}"
     )
@@ -68,7 +75,7 @@ def headline(plan: Plan, model: str) -> str:
 def verdict(plan: Plan) -> str:
     """Whether it fits, in one sentence."""
     limit = plan.room.limit("device")
-    rate = f"{count(round(plan.seconds.tokens_per_second(plan.job)))} tokens/s"
+    rate = f"{tokens_per_second(plan)} tokens/s"
     used = f"{gib(plan.memory.device_bytes)}{f' of {gib(limit)}' if limit else ''} GiB per device"
     if plan.fits:
         return f"Fits: {used}; {duration(plan.seconds.total)} per step, {rate}."
@@ -80,10 +87,12 @@ def show_levers(plan: Plan, console: Console) -> None:
     if not plan.steps:
         console.print("\nNo lever is on: none is needed.\n" if plan.fits else "\nNo lever helps.\n")
         return
-    table = _table("levers, in the order in which they were switched on", "setting", "why", "bought", "costs")
+    title = "levers, in the order in which they were switched on"
+    table = _table(title, "setting", "why", "bought, GiB per rank", "costs")
     for step in plan.steps:
-        cost = f"{step.seconds:+.1f} s: {COSTS[step.setting]}"
-        table.add_row(escape(setting(step)), reason(step), effect(step), cost)
+        cost = f"{'-' if step.seconds < 0 else '+'}{_seconds(abs(step.seconds))} s: {COSTS[step.setting]}"
+        bought = effect(step).removeprefix("GiB per rank: ")
+        table.add_row(escape(setting(step)), reason(step), bought, cost)
     console.print(table)
 
 
@@ -118,7 +127,8 @@ def show_sweep(plans: Sequence[Plan], model: str, console: Console) -> None:
     for column in table.columns[:5]:
         column.justify = "right"
     for row in sweep_rows(plans):
-        table.add_row(*map(escape, row))
+        *values, levers = map(escape, row)
+        table.add_row(*values, levers.replace(", ", ",\n"))
     console.print(table)
     if not room.is_cpu:
         console.print(NOT_ON_A_GPU, markup=False)
@@ -129,10 +139,15 @@ def sweep_rows(plans: Iterable[Plan]) -> list[list[str]]:
     rows = []
     for plan in plans:
         levers = ", ".join(setting(step) for step in plan.steps) or "none"
-        rate = count(round(plan.seconds.tokens_per_second(plan.job))) if plan.fits else "does not fit"
+        rate = tokens_per_second(plan) if plan.fits else "does not fit"
         host, files = (gib(total(terms_in(plan, place))) for place in ("host", "file"))
         rows.append([short_tokens(plan.job.length), gib(plan.memory.device_bytes), host, files, rate, levers])
     return rows
+
+
+def tokens_per_second(plan: Plan) -> str:
+    """Over all devices, with three digits: it is estimated."""
+    return f"{float(f'{plan.seconds.tokens_per_second(plan.job):.3g}'):,.10g}"
 
 
 def show_calibration(
@@ -188,10 +203,10 @@ def _host_table(plan: Plan) -> Table:
 def _seconds_table(plan: Plan) -> Table:
     table = _table("seconds of a step", "", "s", "known by", "how")
     for term in plan.seconds.terms:
-        table.add_row(term.name, f"{term.seconds:,.2f}", _tag(term.evidence), escape(term.why))
+        table.add_row(term.name, _seconds(term.seconds), _tag(term.evidence), escape(term.why))
     table.add_section()
-    rate = f"{count(round(plan.seconds.tokens_per_second(plan.job)))} tokens/s over all devices"
-    table.add_row("sum", f"{plan.seconds.total:,.2f}", "", rate, style="bold")
+    rate = f"{tokens_per_second(plan)} tokens/s over all devices"
+    table.add_row("sum", _seconds(plan.seconds.total), "", rate, style="bold")
     return table
 
 
@@ -212,6 +227,11 @@ def _limit_words(room: Room, place: Place) -> str:
     return room.device.name if place == "device" else "one host"
 
 
+def _seconds(value: float) -> str:
+    """With no more digits than an estimate has."""
+    return f"{value:,.{0 if value >= 100 else 1 if value >= 10 else 2}f}"
+
+
 def _tag(evidence: str) -> str:
     return evidence.partition(":")[0]
 
@@ -224,6 +244,7 @@ def _table(title: str, *columns: str) -> Table:
         title_style="bold",
         min_width=WIDTH - 4,
         pad_edge=False,
+        collapse_padding=True,
     )
     for number, name in enumerate(columns):
         right = number > 0 and name in ("GiB", "s", "needed", "there is")

@@ -14,7 +14,7 @@ from longstrand.memory.borders import Borders
 from longstrand.memory.tiles import Tile
 from longstrand.model.dsa import DsaCarry
 from longstrand.model.index_keys import IndexKeys
-from longstrand.model.layer import Cut, cut_bytes
+from longstrand.model.layer import Cut
 
 if TYPE_CHECKING:
     from longstrand.model.dsa_layer import DsaLayer
@@ -46,8 +46,8 @@ class DsaOpened:
 class DsaFront:
     """The first half of a tile's graph: hyper-connection, latents, pool keys where they learn.
 
-    Kept per token in plain torch, beside the input and its gradient: what `cut_bytes` says, 2 L e and w bytes of e
-    bytes per value and w per wide one; `bytes_per_token` is the same. Measured as living tensors.
+    Kept per token in plain torch, beside the input and its gradient: what a `Cut` does, 2 L e and w bytes of e bytes
+    per value and w per wide one. Measured as living tensors.
 
     Args:
         carry: as the tile enters it.
@@ -70,10 +70,6 @@ class DsaFront:
             self.cut = Cut(x, layer.enter_mixer)
             self.latents = self._attention.latents(self.h)
         self._keys: IndexKeys | None = None
-
-    @staticmethod
-    def bytes_per_token(layer: DsaLayer, itemsize: int, wide: int) -> int:
-        return cut_bytes(layer.shape, itemsize, wide) + 2 * layer.self_attn.latent * itemsize + wide
 
     @property
     def h(self) -> Float[Tensor, "T D"]:

@@ -15,8 +15,8 @@ from longstrand.memory.shared_walk import HalvedGraph, Keeps, Read, read_tails
 from longstrand.memory.tiles import PackLayout, SegmentTiles, Tile
 from longstrand.model.index_keys import gradient_of
 from longstrand.model.kda import KdaCarry, Rule
-from longstrand.model.layer import Cut, Site, cut_bytes
-from longstrand.parallel.affine import AffineScan, heads_over
+from longstrand.model.layer import Cut, Site
+from longstrand.parallel.affine import AffineScan
 
 if TYPE_CHECKING:
     from longstrand.model.kda_layer import KdaLayer
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 class KdaFront:
     """The first half of a tile's graph: hyper-connection, projections, convolution, recurrence.
 
-    Kept per token in plain torch, beside the input and its gradient: what `cut_bytes` says, (3 H K + K) e and (9 H K +
-    H + H (K^2 / 16 + 22.875 K + 51)) w bytes of e bytes per value and w per wide one; `bytes_per_token` is the same.
-    Measured as living tensors; the kernels of CPUs keep less (in the toy 9,572 of 23,912).
+    Kept per token in plain torch, beside the input and its gradient: what a `Cut` does, (3 H K + K) e and (9 H K + H +
+    H (K^2 / 16 + 22.875 K + 51)) w bytes of e bytes per value and w per wide one. Measured as living tensors; the
+    kernels of CPUs keep less (in the toy 9,572 of 23,912).
 
     Args:
         tail: the convolution's inputs before the tile.
@@ -48,17 +48,6 @@ class KdaFront:
             self.cut = Cut(x, layer.enter_mixer)
             self._tail = tail.detach().requires_grad_()
             self._rule, self.tail_after = self._attention.rule(self.cut.leaves[0], tile, self._tail)
-
-    @staticmethod
-    def bytes_per_token(layer: KdaLayer, itemsize: int, wide: int) -> int:
-        heads, key = layer.self_attn.heads, layer.self_attn.head_dim
-        recurrence = heads * (key * key + 366 * key) // 16 + 51 * heads  # in chunks of 16
-        narrow = 3 * heads * key + key
-        return (
-            cut_bytes(layer.shape, itemsize, wide)
-            + narrow * itemsize
-            + (9 * heads * key + heads + recurrence) * wide
-        )
 
     @torch.enable_grad()
     def recur(self, state: Float[Tensor, "B H K V"]) -> None:
@@ -106,7 +95,7 @@ class KdaPassage:
 
     Kept from forward to backward, per layer: A of all M segments for this rank's H / n heads (M H K K / n values), the
     state (H K V) and the convolution's inputs ((J - 1) 3 H K) that each own segment enters, and J - 1 rows of R D of
-    its end; `kept_bytes` counts them. The states' gradients, H K V twice, are of one layer at a time.
+    its end; the planner's "KDA's maps and states". The states' gradients, H K V twice, are of one layer at a time.
     """
 
     def __init__(
@@ -139,18 +128,6 @@ class KdaPassage:
             summaries.append(summary)
         self._scan = AffineScan(shard.axis, shard.deal.owners, self._attention.heads)
         self._states = self._scan.forward(torch.cat(summaries))
-
-    @staticmethod
-    def kept_bytes(layer: KdaLayer, layout: PackLayout) -> int:
-        """What this rank's passage keeps from forward to backward; on one process there is none."""
-        if layout.shard is None:
-            return 0
-        mixer, axis, owners = layer.self_attn, layout.shard.axis, layout.shard.deal.owners
-        start, heads = mixer.start(), heads_over(axis.size, mixer.heads)[axis.rank]
-        maps = len(owners) * heads * mixer.head_dim**2 * start.state.itemsize
-        entered = owners.count(axis.rank) * (start.state.nbytes + start.tail.nbytes)
-        row = layer.shape.hc_mult * layer.shape.hidden_size * start.tail.itemsize
-        return maps + entered + sum(layout.halo(mixer.taps - 1).tails) * row
 
     @cached_property
     def _d_own(self) -> Float[Tensor, "M H K V"]:

@@ -190,21 +190,14 @@ class Ends:
         torch.autograd.backward([y, *self.roots], [dy, *self.grads])
 
 
-def cut_bytes(shape: Architecture, itemsize: int, wide: int) -> int:
-    """Per token, what a `Cut` and the norm behind it keep in plain torch, beside the input and gradients.
-
-    (R D + 2 D) e bytes, (4 R^2 + 5 R + (2 I - 1) R + 2) w of I iterations, and 32 of its tile's places.
-    """
-    streams, width = shape.hc_mult, shape.hidden_size
-    gates = 4 * streams**2 + 5 * streams + (2 * shape.hc_sinkhorn_iters - 1) * streams + 2
-    return (streams * width + 2 * width) * itemsize + gates * wide + 32
-
-
 class Cut:
     """A tile's graph cut between the hyper-connection and the mixer.
 
     The mixer's input may be reached twice (from the output, and once its latents' gradient is complete), the costly
     hyper-connection must be walked back once: so it is cut there, and joined again at the end.
+
+    Kept per token in plain torch, the norm behind it too, beside the input and gradients: (R D + 2 D) e bytes, (4 R^2 +
+    5 R + (2 I - 1) R + 2) w of I iterations, and 32 of its tile's places.
     """
 
     def __init__(self, x: Tensor, enter: Callable[[Tensor], Site]) -> None:

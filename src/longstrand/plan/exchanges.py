@@ -1,6 +1,6 @@
 """Bytes that come to a rank from the others in one pass of a sequence, one layer at a time; no torch.
 
-`train/layout.py` shows the same expressions for a recipe, `plan/operations.py` divides them by what a link carries.
+`train/layout.py` shows them for a recipe, `plan/operations.py` divides them by what a link carries.
 Left out is what no length and no width makes large: counts, tails, the few rows before a DSA layer's segments.
 """
 

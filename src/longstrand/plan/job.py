@@ -122,11 +122,13 @@ class Weight:
 
     Attributes:
         itemsize: bytes of a value.
+        group: what a recipe trains or freezes it with.
     """
 
     name: str
     shape: Shape
     itemsize: int
+    group: str
     trains: bool
 
     @cached_property
@@ -159,6 +161,12 @@ class Weight:
 def _weights(job: Job) -> tuple[Weight, ...]:
     """Once for all lengths, ranks and levers: a search asks for hundreds of plans of one model."""
     return tuple(
-        Weight(name, shape, job.wide if keeps_float32(name) else job.itemsize, job.trains(name))
+        Weight(
+            name,
+            shape,
+            job.wide if keeps_float32(name) else job.itemsize,
+            group_of(name, job.shape),
+            job.trains(name),
+        )
         for name, shape in parameter_shapes(job.shape).items()
     )

@@ -67,7 +67,7 @@ def _estimated(job: Job, held: Mapping[str, int]) -> list[Term]:
 def _elsewhere(sizes: Sizes) -> tuple[Term, ...]:
     """Terms of the host's memory and of files."""
     job, found = sizes.job, list[Term]()
-    trained = sum(sizes.part(each) for each in sizes.weights if each.trains)
+    trained = sizes.rows.own_trained
     if job.memory.optimizer == "host":
         found += [
             Term(walk.MOMENTS, 2 * trained * sizes.w, "host", "two per trained parameter"),

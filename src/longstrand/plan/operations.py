@@ -74,7 +74,7 @@ def product_work(passes: Passes) -> list[Work]:
     totals["head"] = head * (1 + passes.whole + trains * (3 + ("head" in passes.trained_groups)))
     tokens = passes.tokens * job.passes
     return [
-        Work(kind, per_token * tokens, kind, f"{per_token / 1e6:,.4g} MFLOP per token")
+        Work(kind, per_token * tokens, kind, f"{per_token / 1e9:,.3g} GFLOP per token")
         for kind, per_token in totals.items()
     ]
 

@@ -7,7 +7,6 @@ from functools import cached_property
 
 from longstrand.architecture import DSA
 from longstrand.plan.job import Job, Weight
-from longstrand.plan.parameters import group_of
 from longstrand.plan.streams import first_trained_layer
 
 
@@ -45,7 +44,7 @@ class Passes:
     @cached_property
     def trained_groups(self) -> frozenset[str]:
         """Groups of parameters that receive gradients."""
-        return frozenset(group_of(weight.name, self.job.shape) for weight in self.weights if weight.trains)
+        return frozenset(weight.group for weight in self.weights if weight.trains)
 
     @cached_property
     def first(self) -> int:
@@ -78,6 +77,13 @@ class Passes:
 
     def of(self, layer: int) -> LayerPasses:
         """In one pass of a sequence and its way back."""
+        return self._of_layers[layer]
+
+    @cached_property
+    def _of_layers(self) -> list[LayerPasses]:
+        return [self._of(layer) for layer in range(self.job.shape.num_hidden_layers)]
+
+    def _of(self, layer: int) -> LayerPasses:
         memory, shape = self.job.memory, self.job.shape
         back = int(layer >= self.first and self.job.indexer != "warmup")
         again = back * memory.recompute + (layer in self.rebuilt)

@@ -159,14 +159,17 @@ def levers_for(base: Job, room: Room) -> tuple[Lever, ...]:
 def reach(job: Job, room: Room, levers: tuple[Lever, ...]) -> Job:
     """Switches levers on at their strongest until the job fits; the closest where it never does.
 
-    From the first again as long as that brings it closer: with other levers on, another tile takes least.
+    Then once more with all of them on from the start: it may be that only another tile fits with them.
     """
-    over, before = sum(missing(job, room).values()), None
-    while over and job != before:
-        before = job
-        for lever in levers:
-            job, over = _strengthened(lever, job, over, room)
-    return job
+    found = _strengthened(job, room, levers)
+    if not missing(found, room):
+        return found
+    all_on = job
+    for lever in levers:
+        if lever.tried and lever.setting != "memory.tile":
+            all_on = lever.put(all_on, lever.tried[-1])
+    other = _strengthened(all_on, room, levers)
+    return other if _over(other, room) < _over(found, room) else found
 
 
 @lru_cache(maxsize=512)
@@ -175,16 +178,23 @@ def seconds_of(job: Job, room: Room) -> Seconds:
     return plan_seconds(job, room.device, dict(room.fitted) or None)
 
 
-def _strengthened(lever: Lever, job: Job, over: int, room: Room) -> tuple[Job, int]:
-    """The job with the value of a lever that leaves least over the limits, or the first that fits."""
-    for value in lever.tried if over else ():
-        candidate = lever.put(job, value)
-        now = sum(missing(candidate, room).values())
-        if now < over:
-            job, over = candidate, now
-        if not now:
-            break
-    return job, over
+def _strengthened(job: Job, room: Room, levers: tuple[Lever, ...]) -> Job:
+    """Lever by lever the value that leaves least over the limits, or the first that fits; again while that helps."""
+    over, before = _over(job, room), None
+    while over and job != before:
+        before = job
+        for lever in levers:
+            for value in lever.tried if over else ():
+                candidate = lever.put(job, value)
+                if (now := _over(candidate, room)) < over:
+                    job, over = candidate, now
+                if not now:
+                    break
+    return job
+
+
+def _over(job: Job, room: Room) -> int:
+    return sum(missing(job, room).values())
 
 
 def _only_needed(job: Job, room: Room, levers: tuple[Lever, ...]) -> Job:

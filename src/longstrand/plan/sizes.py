@@ -5,10 +5,11 @@ from __future__ import annotations
 from functools import cache
 from typing import Literal, NamedTuple
 
-from longstrand.architecture import KDA
-from longstrand.plan.job import Job, Weight
+from longstrand.architecture import KDA, Architecture
+from longstrand.plan.job import Job
 from longstrand.plan.layers import HeadTape, LayerTape
 from longstrand.plan.ops import Settings
+from longstrand.plan.rows import rows_of
 from longstrand.plan.shared_layers import SharedLayerTape
 from longstrand.plan.streams import first_trained_layer, streams_at_once
 
@@ -47,18 +48,15 @@ class Sizes:
         self.settings = Settings.of(job)
         self.e, self.w = job.itemsize, job.wide
         self.num_layers = self.shape.num_hidden_layers
-        self.weights = job.weights()
+        self.rows = rows_of(job)
         self.shared = job.parallel.context > 1
         self.num_segments = job.segments
         self.segment = -(-job.length // (job.parallel.context * self.num_segments))
         self.tokens = self.segment * self.num_segments
         self.tile = min(job.memory.tile, self.segment)
         self.num_tiles = -(-self.segment // self.tile) * self.num_segments
-
         self.first = first_trained_layer(job)
-        self.by_layer: dict[int | None, list[Weight]] = {}
-        for each in self.weights:
-            self.by_layer.setdefault(each.layer, []).append(each)
+        self.kinds = _kinds(self.shape)
 
     # Streams, choices, carries
 
@@ -132,51 +130,18 @@ class Sizes:
         inner = self.shape.linear_num_heads * self.shape.linear_head_dim
         return self.num_segments * inner * self.shape.linear_head_dim * self.w * self.is_kda(layer)
 
-    # Weights: this rank's rows, and whole ones while they are gathered
-
-    def part(self, weight: Weight) -> int:
-        """Values of this rank, which the first one has most of."""
-        world, experts = self.job.world, self.job.parallel.expert
-        if world == 1 or not self.is_sharded(weight):
-            return weight.num_values
-        rows, ranks = weight.shape[0], world
-        if weight.is_expert:
-            rows, ranks = rows // experts, world // experts
-        return -(-rows // ranks) * (weight.num_values // weight.shape[0])
-
-    def is_sharded(self, weight: Weight) -> bool:
-        """What stays float32 in a narrower model is whole on every rank; so is a buffer."""
-        return self.job.world > 1 and not weight.is_buffer and weight.itemsize == self.e
-
-    def gathered(self, layer: int | None, *, itemsize: int | None = None) -> int:
-        """Sharded weights of a layer, or of what is no layer's, whole.
-
-        Args:
-            itemsize: of gradients of the trained ones, in place of the weights.
-        """
-        total = 0
-        for each in self.by_layer.get(layer, []):
-            if self.is_sharded(each) and (itemsize is None or each.trains):
-                values = each.num_values // (self.job.parallel.expert if each.is_expert else 1)
-                total += values * (itemsize or each.itemsize)
-        return total
-
-    def gradients(self, layer: int | None) -> int:
-        """Of this rank's trained weights."""
-        return sum(self.part(each) * self.w for each in self.by_layer.get(layer, []) if each.trains)
-
     # Tiles in work
 
     def tiles(self, layer: int) -> Tiles:
         """Of a whole tile."""
-        return _tiles(self.settings, self._kind(layer), self.tile, self.shared)
+        return _tiles(self.settings, self.kinds[layer], self.tile, self.shared)
 
     def of_all_tiles(self, layer: int, part: Literal["kept", "front", "left", "halved"]) -> int:
         """What all tiles of a layer keep together; the last one of a segment may be shorter."""
         whole, rest = divmod(self.segment, self.tile)
         per_segment = whole * getattr(self.tiles(layer), part)
         if rest:
-            per_segment += getattr(_tiles(self.settings, self._kind(layer), rest, self.shared), part)
+            per_segment += getattr(_tiles(self.settings, self.kinds[layer], rest, self.shared), part)
         return self.num_segments * int(per_segment)
 
     def head(self) -> tuple[int, int, int]:
@@ -188,14 +153,6 @@ class Sizes:
     def positions(self) -> int:
         """Of a whole tile."""
         return POSITIONS * self.tile
-
-    def _kind(self, layer: int) -> int:
-        """The first layer of the same kind."""
-
-        def of(index: int) -> tuple[str, str, bool]:
-            return self.shape.layer_types[index], self.shape.mlp_layer_types[index], self.selects(index)
-
-        return next(index for index in range(self.num_layers) if of(index) == of(layer))
 
 
 def pages(num_bytes: int) -> int:
@@ -239,3 +196,14 @@ def _tiles(settings: Settings, layer: int, tokens: int, shared: bool) -> Tiles:
         tape.meet_keeping(),
         *(middle.most, middle.left, halves.most, halves.left),
     )
+
+
+@cache
+def _kinds(shape: Architecture) -> tuple[int, ...]:
+    """For each layer the first one of its kind, which takes the same."""
+    selects = (
+        kind != KDA and indexer == "full"
+        for kind, indexer in zip(shape.layer_types, shape.indexer_types, strict=True)
+    )
+    of = list(zip(shape.layer_types, shape.mlp_layer_types, selects, strict=True))
+    return tuple(map(of.index, of))

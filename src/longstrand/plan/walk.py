@@ -45,11 +45,10 @@ class _Walk:
         """Weights, what the optimizer keeps, and the step's sequences, all of them on every rank."""
         held, s = self.held, self.s
         held.phase("start")
-        held.add(WEIGHTS, sum(s.part(each) * each.itemsize for each in s.weights))
-        trained = [each for each in s.weights if each.trains]
+        held.add(WEIGHTS, s.rows.own_bytes)
         if self.memory.optimizer == "device":
-            held.add(MOMENTS, 2 * sum(map(s.part, trained)) * s.w)
-            held.add(COPIES, 4 * sum(s.part(each) for each in trained if each.itemsize < 4))
+            held.add(MOMENTS, 2 * s.rows.own_trained * s.w)
+            held.add(COPIES, 4 * s.rows.own_narrow)
         held.add(PACK, 20 * self.job.length * self.job.sequences_per_step)
 
     def forward(self) -> None:
@@ -238,7 +237,7 @@ class _Walk:
 
     def _gather(self, layer: int | None, name: str) -> None:
         """Whole weights, beside the buffer that they arrive in."""
-        size = self.s.gathered(layer)
+        size = self.s.rows.gathered[layer]
         self.held.at_once({name: 2 * size})
         self.held.add(name, size)
 
@@ -246,9 +245,9 @@ class _Walk:
         """Of whole weights where they are gathered; otherwise of this rank's, which stay."""
         s = self.s
         if self.job.world > 1:
-            self.held.add(name, s.gathered(layer, itemsize=s.w))
+            self.held.add(name, s.rows.gathered_trained[layer] * s.w)
         elif first:
-            self.held.add(GRADIENTS, s.gradients(layer))
+            self.held.add(GRADIENTS, s.rows.trained[layer] * s.w)
 
     def _reduce(self, layer: int | None, name: str, *, first: bool) -> None:
         """Gradients of whole weights, put side by side for their exchange; this rank's part stays."""
@@ -257,6 +256,7 @@ class _Walk:
             return
         held.at_once({name: 2 * held.now.get(name, 0)})
         held.take(name)
-        held.at_once({name: s.gathered(layer, itemsize=s.w) + s.gradients(layer)})
+        own = s.rows.trained[layer] * s.w
+        held.at_once({name: s.rows.gathered_trained[layer] * s.w + own})
         if first:
-            held.add(GRADIENTS, s.gradients(layer))
+            held.add(GRADIENTS, own)

@@ -53,7 +53,7 @@ def write_picture(plans: Sequence[Plan], model: str, path: Path) -> None:
 
 
 def _draw_memory(axes: Axes, plans: Sequence[Plan]) -> None:
-    """Bars by term, hollow where a plan does not fit; a lever is named at the first length that needs it."""
+    """Bars by term, hollow where a plan does not fit; a lever is named above the first length that needs it."""
     named = [{term.name: term.num_bytes / GIB for term in plan.memory.device} for plan in plans]
     largest = sorted(
         {name for terms in named for name in terms},
@@ -73,15 +73,15 @@ def _draw_memory(axes: Axes, plans: Sequence[Plan]) -> None:
     limit = plans[0].room.limit("device")
     if limit:
         axes.axhline(limit / GIB, color=INK, linewidth=1, linestyle="--")
-        axes.text(-0.4, limit / GIB, "limit", color=INK, va="bottom", fontsize=9)
-    axes.set_ylim(0, 1.35 * max(float(below.max()), limit / GIB if limit else 0))
+        axes.text(1.005, limit / GIB, "limit", transform=axes.get_yaxis_transform(), va="center", fontsize=9)
+    top = max(float(below.max()), limit / GIB if limit else 0)
+    axes.set_ylim(0, 1.4 * top)
     before: set[str] = set()
     for place, plan in enumerate(plans):
         new = [setting(step) for step in plan.steps if step.setting not in before]
         before |= {step.setting for step in plan.steps}
         label = "\n".join(each.replace("memory.", "").replace("parallel.", "") for each in new)
-        above = max(float(below[place]), limit / GIB if limit else 0.0)  # clear of the line
-        axes.text(place, 1.02 * above, label, ha="center", va="bottom", fontsize=7.5, color=INK)
+        axes.text(place, 1.015 * top, label, ha="center", va="bottom", fontsize=7.5, color=INK)
     axes.legend(loc="upper left", ncols=4, fontsize=8, labelcolor=INK)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import glob
 import logging
-from itertools import groupby
 from pathlib import Path
 
 from rich.console import Console
@@ -14,9 +13,11 @@ from longstrand.architecture import Architecture
 from longstrand.config import Recipe
 from longstrand.data import open_data
 from longstrand.model.hf import read_architecture, read_json
+from longstrand.plan.summary import gib
+from longstrand.plan.terms import Place, total
 from longstrand.train.evaluation import evaluation_packs
 from longstrand.train.fit import require_effect, require_vocabulary
-from longstrand.train.layout import Layout, Term, layout_of
+from longstrand.train.layout import Layout, layout_of
 from longstrand.trained import model_source
 from longstrand.wording import count
 
@@ -74,17 +75,21 @@ def _show(layout: Layout, recipe: Recipe, console: Console) -> None:
         table.add_column(name, justify=justify)  # type: ignore[arg-type]
     for name, value in _facts(layout, recipe):
         table.add_row(name, "", value)
-    held = sorted(layout.held.items(), key=lambda item: item[1].place)
-    for place, terms in groupby(held, key=lambda item: item[1].place):
-        table.add_section()
-        for name, term in terms:
-            table.add_row(name, _gib(term), term.why)
-        why = "an upper bound: not all at once; tiles in work come on top" if place == "device" else ""
-        table.add_row(f"sum on the {place}", f"{layout.total(place) / 2**30:.2f}", why, style="bold")
+    memory = layout.memory
+    places: tuple[Place, ...] = ("device", "host", "file")
+    for place in places:
+        terms = [term for term in (*memory.device, *memory.elsewhere) if term.place == place]
+        if terms:
+            table.add_section()
+            for term in sorted(terms, key=lambda each: -each.num_bytes):
+                estimated = ", estimated" * term.evidence.startswith("estimated")
+                table.add_row(term.name, gib(term.num_bytes), term.why + estimated)
+            why = f"at the peak: {memory.peak_phase}" if place == "device" else ""
+            table.add_row(f"sum on the {place}", gib(total(terms)), why, style="bold")
     table.add_section()
     table.add_row("one layer and sequence:", "", "", style="bold")
     for (what, when), num_bytes in layout.received.items():
-        table.add_row(what, f"{num_bytes / 2**30:.3f}", f"from other ranks, {when}")
+        table.add_row(what, gib(num_bytes), f"from other ranks, {when}")
     console.print(table)
 
 
@@ -104,7 +109,3 @@ def _facts(layout: Layout, recipe: Recipe) -> list[tuple[str, str]]:
         whose = f"; {layout.expert_replicas} ranks hold the same ones and share their weights"
         facts.append(("experts per layer", f"{layout.experts}{whose * (layout.expert_replicas > 1)}"))
     return facts
-
-
-def _gib(term: Term) -> str:
-    return f"{term.num_bytes / 2**30:.2f}"

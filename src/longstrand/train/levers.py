@@ -15,12 +15,11 @@ from longstrand.memory.levers import streams_at_once
 from longstrand.memory.spool import Spool, existing, remove_stale_spools, require_room
 from longstrand.memory.store import first_trained, require_other_memory
 from longstrand.model import Model
-from longstrand.ops.native import native_state
 from longstrand.parallel import from_all, together
 from longstrand.plan.devices import find_device
 from longstrand.plan.host import check_host
-from longstrand.plan.job import Job
 from longstrand.plan.room import Room
+from longstrand.train.planning import job_of
 
 _log = logging.getLogger(__name__)
 
@@ -75,9 +74,10 @@ def check_machine(recipe: Recipe, model: Model) -> None:
     """
     world, node = model.mesh.world, platform.node()
     here = from_all(world, node).count(node)
-    job = Job.of(recipe, model.architecture, "native" if native_state().used else "portable")
+    job = job_of(recipe, model.architecture, model.embed_tokens.weight.device)
+    host = find_device("CPU").model_copy(update={"kind": job.kind, "devices_per_host": here})
     with together(world):
-        check_host(job, Room(find_device("CPU"), here), num_sources=len(recipe.data.sources))
+        check_host(job, Room(host, here), num_sources=len(recipe.data.sources))
 
 
 @contextmanager

@@ -36,13 +36,12 @@ def write_plan(run: Path, recipe: Recipe, shape: Architecture, device: torch.dev
 
 def plan_of(recipe: Recipe, shape: Architecture, device: torch.device) -> dict[str, Any]:
     """The plan of a resolved recipe as a record."""
-    native = native_state().used and device.type == "cpu" and getattr(torch, recipe.run.dtype) in SUFFIX
-    job = Job.of(recipe, shape, "native" if native else "portable")
+    job = job_of(recipe, shape, device)
     known = planned_device(device)
     record: dict[str, Any] = {
         "version": 1,
         "device": known.name if known else str(device),
-        "device_kind": "cpu" if device.type == "cpu" else "gpu",
+        "device_kind": job.kind,
         "form": job.form,
         "dtype": job.dtype,
         "ranks": job.world,
@@ -67,6 +66,14 @@ def plan_of(recipe: Recipe, shape: Architecture, device: torch.device) -> dict[s
     except UserError as error:
         _refused(record, f"seconds are not planned: {error}")
     return record
+
+
+def job_of(recipe: Recipe, shape: Architecture, device: torch.device) -> Job:
+    """A resolved recipe as the planner knows it; kernels are compiled for CPUs alone."""
+    if device.type != "cpu":
+        return Job.of(recipe, shape, "portable", kind="gpu")
+    native = native_state().used and getattr(torch, recipe.run.dtype) in SUFFIX
+    return Job.of(recipe, shape, "native" if native else "portable")
 
 
 def planned_device(device: torch.device) -> Device | None:
