@@ -27,29 +27,39 @@ def plan(  # noqa: PLR0913 (the options of a command)
     model: Annotated[
         str | None, typer.Option(help="Without a recipe: a built-in shape, a config.json, or a model folder.")
     ] = None,
-    device: Annotated[str, typer.Option(help="A built-in device, or a TOML with its numbers.")] = "CPU",
+    device: Annotated[
+        str | None, typer.Option(help="A built-in device, or a TOML with its numbers; by default CPU.")
+    ] = None,
     devices: Annotated[
-        int | None, typer.Option(min=1, help="How many; by default as the recipe says, or 1.")
+        int | None, typer.Option(help="How many; by default as the recipe says, or 1.")
     ] = None,
     length: Annotated[str | None, typer.Option(help='Tokens of a sequence: "131072", "512k", "1M".')] = None,
-    sequences: Annotated[int, typer.Option(min=1, help="Sequences per step, over all devices.")] = 1,
+    sequences: Annotated[
+        int | None, typer.Option(help="Sequences per step, over all devices; by default 1.")
+    ] = None,
     host_memory: Annotated[
-        float | None, typer.Option(min=0, help="GiB (2^30 bytes) of one host; on this CPU: of this machine.")
+        float | None, typer.Option(help="GiB (2^30 bytes) of one host; on a CPU by default of this machine.")
     ] = None,
     host_disk: Annotated[
-        float | None, typer.Option(min=0, help="GiB of disk that spools of one host may take.")
+        float | None, typer.Option(help="GiB of disk that spools of one host may take.")
     ] = None,
     this_host: Annotated[
         bool, typer.Option("--this-host", help="Judge this machine's memory, limits and disks too.")
     ] = False,
     data_skew: Annotated[
-        float, typer.Option(min=1, help="Tokens of the busiest expert rank over the mean; see probe.")
-    ] = 1.0,
+        float | None,
+        typer.Option(help="Tokens of the busiest expert rank over the mean, from 1; probe measures it."),
+    ] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float64.")] = None,
     trainable: Annotated[
-        str, typer.Option(help="Parameter groups that learn, with commas: all, or " + ", ".join(GROUPS))
-    ] = "all",
-    optimizer: Annotated[str, typer.Option(help="Where it may be: device, host or auto.")] = "auto",
+        str | None,
+        typer.Option(
+            help=f"Parameter groups that learn, with commas: all (the default), or {', '.join(GROUPS)}"
+        ),
+    ] = None,
+    optimizer: Annotated[
+        str | None, typer.Option(help="Where it may be: device, host or auto (the default).")
+    ] = None,
     fit: Annotated[
         str | None,
         typer.Option(metavar="length|devices", help="The longest sequence, or the fewest devices."),
@@ -57,9 +67,12 @@ def plan(  # noqa: PLR0913 (the options of a command)
     lengths: Annotated[
         str | None, typer.Option("--sweep", metavar="16k..4M", help="A row per length, doubling.")
     ] = None,
-    picture: Annotated[Path | None, typer.Option(help="Of --sweep: an SVG or PNG to write.")] = None,
+    picture: Annotated[
+        Path | None, typer.Option(help="Of --sweep: an SVG or PNG to write; must not exist yet.")
+    ] = None,
     write: Annotated[
-        Path | None, typer.Option(help="Write a recipe with the levers chosen; must not exist yet.")
+        Path | None,
+        typer.Option(help="A recipe with the levers chosen, or the calibration; must not exist yet."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
     calibrated: Annotated[
@@ -71,60 +84,35 @@ def plan(  # noqa: PLR0913 (the options of a command)
     ] = None,
 ) -> None:
     """Say what a run will need before it runs: bytes, seconds, levers; no GPU and no torch."""
-    from longstrand.cli.plan_answers import calibrate_on, give_answer
+    options = Options(**locals())  # each by its own name
+    from longstrand.cli.plan_answers import give_answer
 
-    if calibrate:
-        calibrate_on([*calibrate, *map(Path, [recipe] if recipe else []), *map(Path, more or [])], write)
-        return
-    values = Values(
-        recipe,
-        tuple(more or ()),
-        tuple(overrides or ()),
-        model,
-        device,
-        devices,
-        length,
-        sequences,
-        host_memory,
-        host_disk,
-        this_host,
-        data_skew,
-        dtype,
-        trainable,
-        optimizer,
-        calibrated,
-    )
-    give_answer(values, Output(fit, lengths, picture, write, as_json))
+    give_answer(options)
 
 
 @dataclass(frozen=True)
-class Values:
-    """The options as given."""
+class Options:
+    """The options as given; what is absent is None, False or empty."""
 
-    recipe: str | None
-    more: tuple[str, ...]
-    overrides: tuple[str, ...]
-    model: str | None
-    device: str
-    devices: int | None
-    length: str | None
-    sequences: int
-    host_memory: float | None
-    host_disk: float | None
-    this_host: bool
-    data_skew: float
-    dtype: str | None
-    trainable: str
-    optimizer: str
-    calibrated: Path | None
-
-
-@dataclass(frozen=True)
-class Output:
-    """Which question, and where the answer goes."""
-
-    fit: str | None
-    lengths: str | None
-    picture: Path | None
-    write: Path | None
-    as_json: bool
+    recipe: str | None = None
+    more: list[str] | None = None
+    overrides: list[str] | None = None
+    model: str | None = None
+    device: str | None = None
+    devices: int | None = None
+    length: str | None = None
+    sequences: int | None = None
+    host_memory: float | None = None
+    host_disk: float | None = None
+    this_host: bool = False
+    data_skew: float | None = None
+    dtype: str | None = None
+    trainable: str | None = None
+    optimizer: str | None = None
+    fit: str | None = None
+    lengths: str | None = None
+    picture: Path | None = None
+    write: Path | None = None
+    as_json: bool = False
+    calibrated: Path | None = None
+    calibrate: list[Path] | None = None

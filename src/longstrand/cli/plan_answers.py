@@ -6,181 +6,225 @@ import json
 import textwrap
 from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
+from typing import Any
 
 import typer
 
 from longstrand.cli.arguments import tokens_of
-from longstrand.cli.plan import WIDTH, Output, Values
+from longstrand.cli.plan import WIDTH, Options
 from longstrand.cli.plan_asked import Asked, of_model, of_recipe
+from longstrand.cli.plan_options import question_of
 from longstrand.errors import CheckFailed, UserError
-from longstrand.plan.host import HostNeeds, file_shortages, host_needs, shortages, this_machine
-from longstrand.plan.inverse import doubling_lengths, fewest_devices, longest_sequence, sweep
+from longstrand.plan.inverse import LENGTHS, doubling_lengths, fewest_devices, longest_sequence, sweep
 from longstrand.plan.search import Plan, as_it_stands, search
-from longstrand.plan.summary import as_dict, setting, what_is_missing
+from longstrand.plan.summary import as_dict, what_is_missing
+from longstrand.plan.terms import Place
 from longstrand.wording import count
 
+_LARGER: dict[Place, str] = {
+    "device": "larger devices",
+    "host": "hosts with more memory",
+    "file": "more room on that disk, or another for memory.spool",
+}
 
-def give_answer(values: Values, output: Output) -> None:
+
+def give_answer(options: Options) -> None:
     """Answers, prints, and writes what was asked for.
 
     Raises:
         UserError: what was asked cannot be.
         CheckFailed: it does not fit.
     """
-    _require_one(output)
-    asked = (
-        of_recipe(values)
-        if values.recipe
-        else of_model(values, needs_length=output.fit != "length" and not output.lengths)
-    )
-    if output.lengths is not None:
-        _sweep(asked, output.lengths, output)
-    elif output.fit is not None:
-        _fit(asked, output.fit, output)
-    else:
-        _plan(asked, output)
+    question = question_of(options)
+    if question == "--calibrate":
+        _calibrate(options)
+        return
+    asked = of_recipe(options, question) if options.recipe else of_model(options, question)
+    answers = {"a plan": _plan, "--fit length": _longest, "--fit devices": _fewest, "--sweep": _sweep}
+    answers[question](asked, options)
 
 
-def calibrate_on(runs: list[Path], write: Path | None) -> None:
-    """Fits the seconds to finished runs and says how far off they were; --write keeps the factors."""
-    from longstrand.cli.plan_tables import make_console, show_calibration
-    from longstrand.plan.calibrate import calibrate
-
-    if write is not None and write.exists():
-        raise UserError(
-            f"--write {write}: exists, and is never overwritten; remove it or choose another name"
-        )
-    found = calibrate(runs)
-    show_calibration(found.show(), found.factors, found.notes, make_console())
-    if write is not None:
-        found.write(write)
-        typer.echo(f"{write}: written; use it with --calibrated {write}")
-
-
-def _plan(asked: Asked, output: Output) -> None:
+def _plan(asked: Asked, options: Options) -> None:
     if asked.recipe is not None and asked.room.num_devices != asked.job.world:
         raise UserError(
             f"--devices {asked.room.num_devices}: the recipe is for parallel.data x parallel.context = "
             f"{asked.job.world} ranks; change those with --set, or ask --fit devices"
         )
     found = as_it_stands(asked.job, asked.room) if asked.recipe else search(asked.job, asked.room)
-    _show(found, asked, output)
-    if found.fits:
-        _write(found, asked, output)
-        return
-    better = search(asked.job, asked.room) if asked.recipe else found
-    if better.fits:
-        _say_what_would(better, output)
-        _write(better, asked, output)
-    _fail(found)
+    problems = _show(found, asked, options)
+    if not found.fits and asked.recipe:
+        better = search(asked.job, asked.room)
+        if better.fits:
+            _say_what_would(better, asked, options)
+            _write(better, asked, options)
+    _end(found, problems)
+    _write(found, asked, options)
 
 
-def _fit(asked: Asked, what: str, output: Output) -> None:
-    if what == "length":
-        longest = longest_sequence(asked.job, asked.room)
-        if longest is None:
-            _fail(search(replace(asked.job, length=1024), asked.room))
-        _show(longest.plan, asked, output)
-        if not output.as_json:
-            after = longest.next_plan
-            ends = (
-                "the search ends there"
-                if after is None
-                else f"at {count(after.job.length)}: {what_is_missing(after)}"
-            )
-            tokens = count(longest.plan.job.length)
-            rounded = f"The longest sequence is {tokens} tokens (rounded down to a multiple of 1,024)"
-            typer.echo(textwrap.fill(f"{rounded}; {ends}.", WIDTH))
-        _write(longest.plan, asked, output)
-        return
+def _longest(asked: Asked, options: Options) -> None:
+    longest = longest_sequence(asked.job, asked.room)
+    if longest is None:
+        shortest = search(replace(asked.job, length=LENGTHS), asked.room)
+        raise CheckFailed(f"not even {LENGTHS:,} tokens fit: {_missing(shortest)}; {_remedy(shortest)}")
+    problems = _show(longest.plan, asked, options)
+    _end(longest.plan, problems)
+    after, tokens = longest.next_plan, count(longest.plan.job.length)
+    ends = (
+        "the search ends there"
+        if after is None
+        else f"at {count(after.job.length)}: {what_is_missing(after)}"
+    )
+    rounded = f"The longest sequence is {tokens} tokens (rounded down to a multiple of {LENGTHS:,})"
+    _say(f"{rounded}; {ends}.", options)
+    _write(longest.plan, asked, options)
+
+
+def _fewest(asked: Asked, options: Options) -> None:
     found = fewest_devices(asked.job, asked.room)
-    _show(found, asked, output)
-    if not found.fits:
-        _fail(found)
-    if not output.as_json:
-        typer.echo(f"The fewest are {count(found.room.num_devices)} devices (whole hosts above one host).")
-    _write(found, asked, output)
+    plan, most = found.plan, f"{count(found.most_tried)} devices"
+    problems = _show(plan, asked, options)
+    if not plan.fits:
+        raise CheckFailed(
+            f"does not fit on any number of up to {most}; the closest are {count(plan.room.num_devices)}, where "
+            f"{_missing(plan)}; {_remedy(plan, more=False)}"
+        )
+    _end(plan, problems)
+    _say(f"The fewest are {count(plan.room.num_devices)} devices (whole hosts above one host).", options)
+    _write(plan, asked, options)
 
 
-def _sweep(asked: Asked, text: str, output: Output) -> None:
+def _sweep(asked: Asked, options: Options) -> None:
+    text = str(options.lengths)
     first, dots, last = text.partition("..")
     if not dots:
         raise UserError(f"--sweep {text}: must be two lengths, such as 16k..4M")
     ends = (tokens_of("--sweep", first), tokens_of("--sweep", last))
     plans = sweep(asked.job, asked.room, doubling_lengths(*ends))
-    if output.as_json:
-        typer.echo(json.dumps([as_dict(each) for each in plans], indent=1))
+    _warn_of_calibration(plans[0], options)
+    if options.as_json:
+        typer.echo(json.dumps([_record(each, asked) for each in plans], indent=1))
     else:
         from longstrand.cli.plan_tables import make_console, show_sweep
 
         show_sweep(plans, asked.found.name, make_console())
-    if output.picture is not None:
+    if options.picture is not None:
         from longstrand.report.lengths import write_picture
 
-        write_picture(plans, asked.found.name, output.picture)
-        typer.echo(f"{output.picture}: written", err=output.as_json)
+        write_picture(plans, asked.found.name, options.picture)
+        typer.echo(f"{options.picture}: written", err=options.as_json)
     if not any(each.fits for each in plans):
-        _fail(plans[0])
+        _end(plans[0], [])
 
 
-def _show(found: Plan, asked: Asked, output: Output) -> None:
-    needs, problems = _judge_host(found, asked) if asked.here else (None, [])
-    if output.as_json:
-        typer.echo(json.dumps(as_dict(found) | {"model": asked.found.source, "problems": problems}, indent=1))
+def _calibrate(options: Options) -> None:
+    """Fits the seconds to finished runs and says how far off they were; --write keeps the factors."""
+    from longstrand.plan.calibrate import calibrate
+
+    runs = [*(options.calibrate or ()), *map(Path, [options.recipe] if options.recipe else [])]
+    found = calibrate([*runs, *map(Path, options.more or ())])
+    if options.as_json:
+        typer.echo(json.dumps(found.as_dict(), indent=1))
     else:
-        from longstrand.cli.plan_tables import make_console, show_host, show_plan
+        from longstrand.cli.plan_tables import make_console, show_calibration
 
-        console = make_console()
-        show_plan(found, asked.found.source, console)
-        if needs is not None:
-            show_host(needs, this_machine(), problems, console)
-    if problems and found.fits:
-        raise CheckFailed("this host has no room for the run: " + "; ".join(problems))
-
-
-def _judge_host(found: Plan, asked: Asked) -> tuple[HostNeeds, list[str]]:
-    """What this machine has to give and lacks; files stand in the working directory where no recipe says where."""
-    recipe = asked.recipe
-    out = Path(recipe.run.out if recipe else ".")
-    spool = Path(recipe.memory.spool or out) if recipe else out
-    needs = host_needs(found.job, found.room, len(recipe.data.sources) if recipe else 1)
-    keep = recipe.train.keep if recipe else 2
-    return needs, [*shortages(needs, this_machine()), *file_shortages(needs, spool, out, keep)]
+        show_calibration(found, make_console())
+    if options.write is not None:
+        found.write(options.write)
+        text = f"{options.write}: written; use it with --calibrated {options.write}"
+        typer.echo(text, err=options.as_json)
 
 
-def _say_what_would(better: Plan, output: Output) -> None:
-    sets = [f"--set {setting(step).replace(' ', '')}" for step in better.steps]
-    mesh = better.job.parallel
-    for name in ("data", "context", "expert"):
-        sets.append(f"--set parallel.{name}={getattr(mesh, name)}")
-    typer.echo(f"It would fit with {' '.join(dict.fromkeys(sets))}", err=output.as_json)
+def _show(found: Plan, asked: Asked, options: Options) -> list[str]:
+    """Prints a plan; returns what this host lacks for it."""
+    needs, problems = asked.here.judge(found.job, found.room) if asked.here else (None, [])
+    _warn_of_calibration(found, options)
+    if options.as_json:
+        typer.echo(json.dumps(_record(found, asked) | {"problems": problems}, indent=1))
+        return problems
+    from longstrand.cli.plan_tables import make_console, show_host, show_plan, show_verdict
+
+    console = make_console()
+    show_plan(found, asked.found.source, console)
+    if needs is not None and asked.here is not None:
+        show_host(needs, asked.here.machine, problems, console)
+    show_verdict(found, problems, console)
+    return problems
 
 
-def _write(found: Plan, asked: Asked, output: Output) -> None:
-    if output.write is None:
+def _record(found: Plan, asked: Asked) -> dict[str, Any]:
+    """For JSON."""
+    fitted = found.room.fitted
+    return as_dict(found) | {
+        "model": asked.found.source,
+        "calibrated": None if fitted is None else fitted.as_dict(),
+    }
+
+
+def _warn_of_calibration(found: Plan, options: Options) -> None:
+    fitted = found.room.fitted
+    if fitted is not None and fitted.is_elsewhere(found.job):
+        typer.echo(
+            f"warning: --calibrated {options.calibrated}: fitted on {fitted.origin.spread}; of other ranks and threads "
+            "its seconds stay estimates",
+            err=True,
+        )
+
+
+def _say(text: str, options: Options) -> None:
+    if not options.as_json:
+        typer.echo(textwrap.fill(text, WIDTH))
+
+
+def _say_what_would(better: Plan, asked: Asked, options: Options) -> None:
+    """The settings in which the recipe differs from what fits."""
+    sets = []
+    for section in ("memory", "parallel"):
+        before, after = getattr(asked.recipe, section).model_dump(), getattr(better.job, section).model_dump()
+        sets += [
+            f"--set {section}.{name}={_bare(value)}" for name, value in after.items() if before[name] != value
+        ]
+    typer.echo(f"It would fit with {' '.join(sets)}", err=options.as_json)
+
+
+def _bare(value: Any) -> str:
+    """A value as --set reads it, without quotes that a shell takes away."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return "none" if value is None else str(value)
+
+
+def _write(found: Plan, asked: Asked, options: Options) -> None:
+    if options.write is None:
         return
     from longstrand.cli.plan_recipe import write_plan
 
-    for path in write_plan(output.write, found, asked.found, asked.recipe):
-        typer.echo(f"{path}: written", err=output.as_json)
+    for path in write_plan(options.write, found, asked.found, asked.recipe):
+        typer.echo(f"{path}: written", err=options.as_json)
 
 
-def _fail(found: Plan) -> NoReturn:
-    raise CheckFailed(
-        f"does not fit: {what_is_missing(found)}; use more or larger devices, or a shorter length"
+def _end(found: Plan, problems: list[str]) -> None:
+    """Ends with 3 where a plan does not fit its limits, or this host has no room for it."""
+    if not found.fits:
+        raise CheckFailed(f"does not fit: {_missing(found)}; {_remedy(found)}")
+    if problems:
+        raise CheckFailed("this host has no room for the run: " + "; ".join(problems))
+
+
+def _missing(found: Plan) -> str:
+    """Over several limits a lever that helps one may cost another: with one limit fewer the rest may be closer."""
+    least = "; of all levers these leave the least sum over the limits" * (len(found.missing) > 1)
+    return what_is_missing(found) + least
+
+
+def _remedy(found: Plan, *, more: bool = True) -> str:
+    """What to take where something is short.
+
+    Args:
+        more: whether more devices may help.
+    """
+    if found.room.is_cpu and "device" in found.missing:
+        return "take a machine with more memory, or a shorter length"
+    larger = [_LARGER[place] for place in found.missing]
+    return (
+        f"take {'more or ' * (more and 'file' not in found.missing)}{', '.join(larger)}, or a shorter length"
     )
-
-
-def _require_one(output: Output) -> None:
-    fit, lengths, picture = output.fit, output.lengths, output.picture
-    if fit not in (None, "length", "devices"):
-        raise UserError(f"--fit {fit}: must be length or devices")
-    if fit is not None and lengths is not None:
-        raise UserError("--fit and --sweep: each is a question of its own; ask one at a time")
-    if picture is not None and lengths is None:
-        raise UserError(f"--picture {picture}: shows a sweep; add --sweep 16k..4M")
-    if picture is not None and picture.suffix.lower() not in (".svg", ".png"):
-        raise UserError(f"--picture {picture}: must end in .svg or .png")
-    if output.write is not None and lengths is not None:
-        raise UserError(f"--write {output.write}: a sweep has many plans; ask for one length")

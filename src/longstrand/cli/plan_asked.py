@@ -4,21 +4,60 @@ from __future__ import annotations
 
 import os
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 from longstrand.cli.arguments import tokens_of
-from longstrand.cli.plan import Values
-from longstrand.config import GROUPS, Recipe, load_recipe
+from longstrand.cli.plan import Options
+from longstrand.cli.plan_options import Question
+from longstrand.config import GROUPS, MemorySection, ParallelSection, Recipe, load_recipe, shipped_recipes
 from longstrand.errors import UserError
-from longstrand.plan.devices import GIB, find_device
-from longstrand.plan.host import free_bytes, this_machine
+from longstrand.plan.calibrated import load_calibrated
+from longstrand.plan.devices import GIB, Device, find_device
+from longstrand.plan.host import (
+    HostNeeds,
+    Machine,
+    checkpoint_bytes,
+    existing,
+    file_shortages,
+    free_bytes,
+    host_needs,
+    shortages,
+    this_machine,
+)
 from longstrand.plan.job import Form, Job
 from longstrand.plan.room import Room
-from longstrand.plan.shapes import FoundShape, find_shape
+from longstrand.plan.rules import require_possible
+from longstrand.plan.shapes import FoundShape, built_in_shapes, find_shape
 
 _DTYPES = {"gpu": "bfloat16", "cpu": "float32"}
+
+
+@dataclass(frozen=True)
+class Place:
+    """The machine that is judged as the host of a run, and where the run's files will be.
+
+    Attributes:
+        machine: this one, with the memory that --host-memory says.
+        out, spool: folders; None: --host-disk says their room.
+        keep: checkpoints kept.
+        num_sources: files of data.
+    """
+
+    machine: Machine
+    out: Path | None
+    spool: Path | None
+    keep: int
+    num_sources: int
+
+    def judge(self, job: Job, room: Room) -> tuple[HostNeeds, list[str]]:
+        """What the ranks of this host need, and what it lacks for them."""
+        needs = host_needs(job, room, self.num_sources)
+        found = shortages(needs, self.machine)
+        if self.out is not None and self.spool is not None:
+            found += file_shortages(needs, self.spool, self.out, self.keep)
+        return needs, found
 
 
 @dataclass(frozen=True)
@@ -27,83 +66,171 @@ class Asked:
 
     Attributes:
         recipe: with its settings; None: of a model alone.
-        here: whether this machine will run it, and is looked at.
+        here: this machine, where it will run it; None: another one will.
     """
 
     job: Job
     room: Room
     found: FoundShape
     recipe: Recipe | None
-    here: bool
+    here: Place | None
 
 
-MOST_GIB = 2**30
-
-
-def of_recipe(values: Values) -> Asked:
+def of_recipe(options: Options, question: Question) -> Asked:
     """A recipe's run, as it says.
 
     Raises:
         UserError: the recipe, its model or an option cannot be used, or an option says what the recipe says.
     """
-    name = str(values.recipe)
-    if values.more:
+    name = str(options.recipe)
+    if options.more:
         raise UserError(
-            f"plan {name} {values.more[0]}: one recipe at a time; several runs belong to --calibrate"
+            f"plan {name} {options.more[0]}: one recipe at a time; several runs belong to --calibrate"
         )
     for option, given, key in (
-        ("--model", values.model, "model.config"),
-        ("--length", values.length, "data.length"),
-        ("--dtype", values.dtype, "run.dtype"),
-        ("--trainable", values.trainable != "all", "train.trainable"),
-        ("--sequences", values.sequences != 1, "train.sequences_per_step"),
-        ("--optimizer", values.optimizer != "auto", "memory.optimizer"),
+        ("--model", options.model, "model.config"),
+        ("--length", options.length, "data.length"),
+        ("--dtype", options.dtype, "run.dtype"),
+        ("--trainable", options.trainable, "train.trainable"),
+        ("--sequences", options.sequences, "train.sequences_per_step"),
+        ("--optimizer", options.optimizer, "memory.optimizer"),
     ):
-        if given:
+        if given is not None:
             raise UserError(f"{option}: the recipe {name} says it; change it there with --set {key}=...")
-    recipe = load_recipe(name, list(values.overrides))
-    found = find_shape(str(recipe.model.path or recipe.model.config))
-    room = _room(values, recipe.parallel.world, Path(recipe.memory.spool or recipe.run.out))
-    form = _form(room, recipe.kernels.cpu, recipe.run.dtype)
-    job = Job.of(recipe, found.shape, form, values.data_skew, room.device.kind)
-    return Asked(job, room, found, recipe, room.is_cpu or values.this_host)
+    recipe, device = _recipe(options), _device(options)
+    found = _shape_of(recipe, name)
+    job = Job.of(recipe, found.shape, _form(device, recipe.kernels.cpu, recipe.run.dtype), kind=device.kind)
+    most_ranks = recipe.parallel.expert if question == "a plan" else found.shape.n_routed_experts
+    job = replace(job, data_skew=_data_skew(options, job, most_ranks))
+    # Any other question chooses ranks and levers itself.
+    require_possible(
+        job if question == "a plan" else replace(job, memory=MemorySection(), parallel=ParallelSection())
+    )
+    here = _place(options, recipe) if device.kind == "cpu" or options.this_host else None
+    return Asked(job, _room(options, device, job, here), found, recipe, here)
 
 
-def of_model(values: Values, *, needs_length: bool) -> Asked:
+def of_model(options: Options, question: Question) -> Asked:
     """A model without a recipe.
 
     Raises:
         UserError: an option is missing or cannot be used.
     """
-    if values.model is None:
+    if options.model is None:
         raise UserError(
-            "plan: needs a recipe, or --model with --device, --devices and --length; give one of them"
+            f"plan: needs a recipe (a file, or one of {', '.join(shipped_recipes())}), or --model with --device, "
+            "--devices and --length; give one of them"
         )
-    if values.overrides:
+    if options.overrides:
         raise UserError(
-            f"--set {values.overrides[0]}: overrides a recipe, and none is given; give one, or use options"
+            f"--set {options.overrides[0]}: overrides a recipe, and none is given; give one, or use options"
         )
-    if values.length is None and needs_length:
+    if options.length is None and question in ("a plan", "--fit devices"):
         raise UserError("--length: missing; give the tokens of a sequence, such as 1M, or --fit length")
-    model = values.model
-    found, room = find_shape(model), _room(values, 1, Path.cwd())
-    dtype = values.dtype or _DTYPES[room.device.kind]
+    found, device = find_shape(options.model), _device(options)
+    dtype = options.dtype or _DTYPES[device.kind]
     if dtype not in ("float32", "bfloat16", "float64"):
         raise UserError(f"--dtype {dtype}: must be float32, bfloat16 or float64")
-    groups = _groups(values.trainable)
+    groups, num_devices = _groups(options.trainable or "all"), options.devices or 1
     job = Job(
         shape=found.shape,
-        length=1024 if values.length is None else tokens_of("--length", values.length),
-        sequences_per_step=values.sequences,
+        length=1024 if options.length is None else tokens_of("--length", options.length),
+        sequences_per_step=options.sequences or 1,
         dtype=dtype,  # type: ignore[arg-type]
         trainable=groups,
         indexer=_indexer(groups),
-        form=_form(room, "auto", dtype),
-        data_skew=values.data_skew,
-        threads=max(1, (os.cpu_count() or 1) // room.num_devices) if room.is_cpu else 1,
-        kind=room.device.kind,
+        form=_form(device, "auto", dtype),
+        threads=max(1, (os.cpu_count() or 1) // num_devices) if device.kind == "cpu" else 1,
+        kind=device.kind,
     )
-    return Asked(job, room, found, None, values.this_host)
+    require_possible(job)
+    most_ranks = found.shape.n_routed_experts
+    most_ranks = most_ranks if question == "--fit devices" else min(most_ranks, num_devices)
+    job = replace(job, data_skew=_data_skew(options, job, most_ranks))
+    here = _place(options, None) if device.kind == "cpu" or options.this_host else None
+    return Asked(job, _room(options, device, job, here), found, None, here if options.this_host else None)
+
+
+def _recipe(options: Options) -> Recipe:
+    name = str(options.recipe)
+    if name in built_in_shapes() and not Path(name).exists() and name not in shipped_recipes():
+        raise UserError(f"{name}: no recipe, but the name of a model's shape; give --model {name}")
+    return load_recipe(name, list(options.overrides or ()))
+
+
+def _shape_of(recipe: Recipe, name: str) -> FoundShape:
+    """A shipped recipe may name a model that one command alone fills in."""
+    setting = "path" if recipe.model.path else "config"
+    value = str(recipe.model.path or recipe.model.config)
+    if value in built_in_shapes() or Path(value).expanduser().exists():
+        return find_shape(value)
+    others = ", ".join(each for each in shipped_recipes() if each != name)
+    raise UserError(
+        f"{name}: model.{setting} = {value}: no such file or folder here; give a config.json or a model folder with "
+        f"--set model.{setting}=..., plan another recipe ({others} or a file), or a model alone: --model NAME "
+        f"({', '.join(built_in_shapes())})"
+    )
+
+
+def _device(options: Options) -> Device:
+    device = find_device(options.device or "CPU")
+    optimizer = options.optimizer or "auto"
+    if optimizer not in ("auto", "device", "host"):
+        raise UserError(f"--optimizer {optimizer}: must be auto, device or host")
+    if device.kind == "cpu" and optimizer == "host":
+        raise UserError(
+            "--optimizer host: a CPU's memory is the host's, so that nothing would leave it; remove it"
+        )
+    return device
+
+
+def _data_skew(options: Options, job: Job, most_ranks: int) -> float:
+    """At most all tokens go to one of the ranks that share the experts."""
+    skew = options.data_skew
+    if skew is None:
+        return 1.0
+    if "sparse" not in job.shape.mlp_layer_types:
+        raise UserError(f"--data-skew {skew}: this model has no experts; remove it")
+    if not 1 <= skew <= most_ranks:  # NaN is in no range
+        rule = f"must be from 1 to {most_ranks}, where one of the ranks that share the experts has all tokens"
+        remedy = "remove it" if most_ranks == 1 else "take it from longstrand probe"
+        raise UserError(f"--data-skew {skew}: {rule}; {remedy}")
+    return skew
+
+
+def _room(options: Options, device: Device, job: Job, here: Place | None) -> Room:
+    """What is given, and on this machine what it has: on one disk beside the checkpoints of the run."""
+    host, disk = (None if g is None else int(g * GIB) for g in (options.host_memory, options.host_disk))
+    if here is not None:
+        host = here.machine.memory_bytes
+        if here.out is not None and here.spool is not None and (disk := free_bytes(here.spool)) is not None:
+            one_disk = existing(here.spool).stat().st_dev == existing(here.out).stat().st_dev
+            disk = max(0, disk - one_disk * (here.keep + 1) * checkpoint_bytes(job))
+    fitted = None if options.calibrated is None else load_calibrated(options.calibrated)
+    if fitted is not None:
+        fitted.require_same(job, device)
+    return Room(
+        device=device,
+        num_devices=options.devices or job.world,
+        host_bytes=host,
+        file_bytes=disk,
+        optimizer=options.optimizer or "auto",  # type: ignore[arg-type]
+        fitted=fitted,
+    )
+
+
+def _place(options: Options, recipe: Recipe | None) -> Place:
+    """This machine; files stand in the working directory where no recipe says where."""
+    machine = this_machine()
+    if options.host_memory is not None:
+        num_bytes = int(options.host_memory * GIB)
+        machine = replace(machine, memory_bytes=num_bytes, memory_rule="what --host-memory says")
+    keep, num_sources = (recipe.train.keep, len(recipe.data.sources)) if recipe else (2, 1)
+    if options.host_disk is not None:
+        return Place(machine, None, None, keep, num_sources)
+    out = Path(recipe.run.out if recipe else ".").expanduser()
+    spool = Path(recipe.memory.spool).expanduser() if recipe and recipe.memory.spool else out
+    return Place(machine, out, spool, keep, num_sources)
 
 
 def _indexer(groups: tuple[str, ...]) -> Literal["frozen", "warmup", "sparse"]:
@@ -111,37 +238,6 @@ def _indexer(groups: tuple[str, ...]) -> Literal["frozen", "warmup", "sparse"]:
     if "indexer" not in groups:
         return "frozen"
     return "warmup" if groups == ("indexer",) else "sparse"
-
-
-def _room(values: Values, world: int, spool: Path) -> Room:
-    device = find_device(values.device)
-    if values.optimizer not in ("auto", "device", "host"):
-        raise UserError(f"--optimizer {values.optimizer}: must be auto, device or host")
-    if device.kind == "cpu" and values.optimizer == "host":
-        raise UserError(
-            "--optimizer host: a CPU's memory is the host's, so that nothing would leave it; remove it"
-        )
-    here = values.this_host or device.kind == "cpu"
-    for option, gib in (("--host-memory", values.host_memory), ("--host-disk", values.host_disk)):
-        if gib is not None and not 0 <= gib < MOST_GIB:
-            raise UserError(f"{option} {gib}: must be GiB of one host, from 0 to below 2**30")
-    host, disk = (None if gib is None else int(gib * GIB) for gib in (values.host_memory, values.host_disk))
-    return Room(
-        device=device,
-        num_devices=values.devices or world,
-        host_bytes=this_machine().memory_bytes if host is None and here else host,
-        file_bytes=free_bytes(spool) if disk is None and here else disk,
-        optimizer=values.optimizer,  # type: ignore[arg-type]
-        fitted=_factors(values.calibrated),
-    )
-
-
-def _factors(calibrated: Path | None) -> tuple[tuple[str, float], ...]:
-    if calibrated is None:
-        return ()
-    from longstrand.plan.calibrate import load_factors
-
-    return tuple(load_factors(calibrated).items())
 
 
 def _groups(text: str) -> tuple[str, ...]:
@@ -154,8 +250,8 @@ def _groups(text: str) -> tuple[str, ...]:
     return names
 
 
-def _form(room: Room, asked: Literal["auto", "native", "portable"], dtype: str) -> Form:
+def _form(device: Device, asked: Literal["auto", "native", "portable"], dtype: str) -> Form:
     """As a run would choose: compiled kernels on a CPU where there is a compiler and the dtype has them."""
-    if not room.is_cpu or asked == "portable" or dtype == "float64":
+    if device.kind != "cpu" or asked == "portable" or dtype == "float64":
         return "portable"
     return "native" if asked == "native" or shutil.which("g++") else "portable"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from rich import box
 from rich.console import Console
@@ -12,12 +13,14 @@ from rich.table import Table
 from rich.text import Text
 
 from longstrand.cli.plan import WIDTH
+from longstrand.plan.devices import GIB
 from longstrand.plan.host import HostNeeds, Machine
 from longstrand.plan.room import Room
 from longstrand.plan.search import Plan
 from longstrand.plan.summary import (
     COSTS,
     NOT_ON_A_GPU,
+    PLACES,
     effect,
     gib,
     reason,
@@ -27,7 +30,11 @@ from longstrand.plan.summary import (
 from longstrand.plan.terms import Place, Term, total
 from longstrand.wording import count, duration, short_tokens
 
+if TYPE_CHECKING:  # it loads numpy
+    from longstrand.plan.calibrate import Calibration, Row
+
 LINE = "\n"
+NONE = "\u2013"
 
 
 def make_console() -> Console:
@@ -45,9 +52,19 @@ def show_plan(plan: Plan, model: str, console: Console) -> None:
     for each in dict.fromkeys(term.evidence for term in _all_terms(plan)):
         console.print(Padding(Text(each, "dim"), (0, 0, 0, 2)))
     console.print("  seconds: --json says from which part of which rate each is", style="dim")
+    _show_calibrated(plan, console)
     if not plan.room.is_cpu:
         console.print(NOT_ON_A_GPU, markup=False)
-    console.print(verdict(plan), markup=False, style="bold" if plan.fits else "bold red")
+
+
+def show_verdict(plan: Plan, problems: Sequence[str], console: Console) -> None:
+    """The last line: whether it fits what was judged.
+
+    Args:
+        problems: what this host lacks beside the limits of the plan.
+    """
+    good = plan.fits and not problems
+    console.print(verdict(plan, problems), markup=False, style="bold" if good else "bold red")
 
 
 def headline(plan: Plan, model: str) -> str:
@@ -72,14 +89,43 @@ def headline(plan: Plan, model: str) -> str:
     )
 
 
-def verdict(plan: Plan) -> str:
-    """Whether it fits, in one sentence."""
+def verdict(plan: Plan, problems: Sequence[str] = ()) -> str:
+    """Whether it fits, what of it was judged, and how fast it is."""
     limit = plan.room.limit("device")
-    rate = f"{tokens_per_second(plan)} tokens/s"
+    if not plan.fits:
+        over = (
+            f"{gib(num_bytes)} GiB too many on {PLACES[place]}" for place, num_bytes in plan.missing.items()
+        )
+        return f"Does not fit: {', '.join(over)}."
     used = f"{gib(plan.memory.device_bytes)}{f' of {gib(limit)}' if limit else ''} GiB per device"
-    if plan.fits:
-        return f"Fits: {used}; {duration(plan.seconds.total)} per step, {rate}."
-    return f"Does not fit: {used}."
+    rate = f"{duration(plan.seconds.total)} per step, {tokens_per_second(plan)} tokens/s"
+    if problems:
+        return f"Fits the devices ({used}), but this host has no room for the run."
+    unjudged = _unjudged(plan)
+    if not unjudged:
+        return f"Fits: {used}; {rate}."
+    return f"Fits the devices: {used}; {rate}.\nNot judged: {unjudged}."
+
+
+def _unjudged(plan: Plan) -> str:
+    """What is needed where no limit is known."""
+    needs = {place: total(terms_in(plan, place)) for place in ("host", "file")}
+    found = []
+    if plan.room.host_bytes is None and not plan.room.is_cpu:
+        found.append(f"{gib(needs['host'])} GiB of memory of each host (--host-memory)")
+    if plan.room.file_bytes is None and needs["file"]:
+        found.append(f"{gib(needs['file'])} GiB on its disk (--host-disk)")
+    return " and ".join(found)
+
+
+def _show_calibrated(plan: Plan, console: Console) -> None:
+    fitted = plan.room.fitted
+    if fitted is None:
+        return
+    console.print(f"  seconds: calibrated by {fitted.file}, fitted on {fitted.origin}", markup=False)
+    kept = [t.name for t in plan.seconds.terms if t.evidence.startswith("estimated")]
+    if kept:
+        console.print(f"  seconds: it does not determine {', '.join(kept)}", markup=False)
 
 
 def show_levers(plan: Plan, console: Console) -> None:
@@ -150,54 +196,77 @@ def tokens_per_second(plan: Plan) -> str:
     return f"{float(f'{plan.seconds.tokens_per_second(plan.job):.3g}'):,.10g}"
 
 
-def show_calibration(
-    rows: Iterable[Sequence[str]], factors: Mapping[str, float], notes: Iterable[str], console: Console
-) -> None:
-    """How far off the seconds of finished runs were, before, after, and with each run left out."""
-    table = _table("seconds of a step", "run", "measured, s", "before", "after", "left out")
-    for row in rows:
-        table.add_row(*map(escape, row))
+def show_calibration(found: Calibration, console: Console) -> None:
+    """How far off the seconds of finished runs were, before, after, and with each run left out; and their memory."""
+    columns = ("run", "measured, s", "before", "after", "left out", "planned, MiB", "counted, MiB", "off")
+    table = _table(f"seconds of a step, and memory: {found.origin}", *columns)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for row in found.rows:
+        errors = (
+            NONE if error is None else f"{error:+.1%}" for error in (row.before, row.after, row.left_out)
+        )
+        table.add_row(escape(row.name), f"{row.seconds:.4g}", *errors, *_memory_of(row))
     console.print(table)
-    shown = ", ".join(f"{name} x {factor:.3g}" for name, factor in factors.items())
+    shown = ", ".join(f"{name} x {factor:.3g}" for name, factor in found.factors.items())
     console.print(f"factors: {shown}", markup=False)
-    for note in notes:
+    for note in found.notes:
         console.print(note, markup=False)
+
+
+def _memory_of(row: Row) -> tuple[str, str, str]:
+    """At a step's peak, planned and counted, and how far off the plan was."""
+    planned, counted = row.planned_bytes, row.counted_bytes
+    sizes = (NONE if num_bytes is None else f"{num_bytes / 2**20:,.1f}" for num_bytes in (planned, counted))
+    off = NONE if planned is None or not counted else f"{planned / counted - 1:+.1%}"
+    return (*sizes, off)  # type: ignore[return-value]
 
 
 def _device_table(plan: Plan) -> Table:
     memory, limit = plan.memory, plan.room.limit("device")
-    table = _table(f"memory of a device at its peak: {memory.peak_phase}", "", "GiB", "known by", "how")
-    _add_terms(table, memory.device)
-    peaks = ", ".join(f"{phase} {gib(total(terms))}" for phase, terms in memory.phases.items())
+    sized, unit = _sized(memory.device_bytes)
+    table = _table(f"memory of a device at its peak: {memory.peak_phase}", "", unit, "known by", "how")
+    _add_terms(table, memory.device, sized)
+    peaks = ", ".join(f"{phase} {sized(total(terms))}" for phase, terms in memory.phases.items())
     table.add_section()
-    table.add_row("sum", gib(memory.device_bytes), "", f"peaks: {peaks}", style="bold")
+    table.add_row("sum", sized(memory.device_bytes), "", f"peaks: {peaks}", style="bold")
     if limit is not None:
-        table.add_row("limit", gib(limit), "", _limit_words(plan.room, "device"))
+        table.add_row("limit", sized(limit), "", _limit_words(plan.room, "device"))
     return table
 
 
 def _host_table(plan: Plan) -> Table:
-    room = plan.room
-    table = _table(
-        f"memory of a host: {room.ranks_per_host} rank{'s' * (room.ranks_per_host > 1)}",
-        "",
-        "GiB",
-        "known by",
-        "how",
-    )
-    _add_terms(table, terms_in(plan, "host"))
+    """On a CPU the terms of all ranks' devices are one row: they stand above."""
+    room, terms, files = plan.room, terms_in(plan, "host"), terms_in(plan, "file")
+    sized, unit = _sized(total(terms))
+    several = "s" * (room.ranks_per_host > 1)
+    table = _table(f"memory of a host: {room.ranks_per_host} rank{several}", "", unit, "known by", "how")
+    if room.is_cpu:
+        ranks = plan.memory.device_bytes * room.ranks_per_host
+        table.add_row("tensors", sized(ranks), "measured", f"{room.ranks_per_host} x what stands above")
+        names = {term.name for term in plan.memory.device}
+        terms = tuple(term for term in terms if term.name not in names)
+    _add_terms(table, terms, sized)
     table.add_section()
-    table.add_row("sum", gib(total(terms_in(plan, "host"))), "", "", style="bold")
+    table.add_row("sum", sized(total(terms_in(plan, "host"))), "", "", style="bold")
     limit = room.limit("host")
-    table.add_row("limit", "" if limit is None else gib(limit), "", _limit_words(room, "host"))
-    if files := terms_in(plan, "file"):
+    table.add_row("limit", "" if limit is None else sized(limit), "", _limit_words(room, "host"))
+    if files:
         table.add_section()
-        _add_terms(table, files)
+        _add_terms(table, files, sized)
         free = room.limit("file")
-        table.add_row(
-            "sum in files", gib(total(files)), "", "" if free is None else f"{gib(free)} GiB are free"
+        words = (
+            "not given (--host-disk), so not judged" if free is None else f"{sized(free)} {unit} may be taken"
         )
+        table.add_row("sum in files", sized(total(files)), "", words)
     return table
+
+
+def _sized(num_bytes: int) -> tuple[Callable[[int], str], str]:
+    """How a table writes bytes, and in what: below a GiB in all in MiB."""
+    if num_bytes >= GIB:
+        return gib, "GiB"
+    return (lambda value: gib(value * 2**10)), "MiB"
 
 
 def _seconds_table(plan: Plan) -> Table:
@@ -210,9 +279,9 @@ def _seconds_table(plan: Plan) -> Table:
     return table
 
 
-def _add_terms(table: Table, terms: Iterable[Term]) -> None:
+def _add_terms(table: Table, terms: Iterable[Term], sized: Callable[[int], str]) -> None:
     for term in sorted(terms, key=lambda each: -each.num_bytes):
-        table.add_row(term.name, gib(term.num_bytes), _tag(term.evidence), escape(term.why))
+        table.add_row(term.name, sized(term.num_bytes), _tag(term.evidence), escape(term.why))
 
 
 def _all_terms(plan: Plan) -> list[Term]:
@@ -229,7 +298,7 @@ def _limit_words(room: Room, place: Place) -> str:
 
 def _seconds(value: float) -> str:
     """With no more digits than an estimate has."""
-    return f"{value:,.{0 if value >= 100 else 1 if value >= 10 else 2}f}"
+    return f"{value:,.{0 if value >= 100 else 1 if value >= 10 else 2 if value >= 1 else 3}f}"
 
 
 def _tag(evidence: str) -> str:
@@ -247,6 +316,6 @@ def _table(title: str, *columns: str) -> Table:
         collapse_padding=True,
     )
     for number, name in enumerate(columns):
-        right = number > 0 and name in ("GiB", "s", "needed", "there is")
+        right = number > 0 and name in ("GiB", "MiB", "s", "needed", "there is")
         table.add_column(name, justify="right" if right else "left", overflow="fold")
     return table

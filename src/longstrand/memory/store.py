@@ -9,13 +9,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from longstrand.errors import UserError
 from longstrand.memory.host import CudaCopies, HostSlots, host_block
 from longstrand.memory.levers import Levers, streams_at_once
 from longstrand.memory.protocol import ScanLayer
 from longstrand.memory.slots import Demand, SlottedStreams
 from longstrand.memory.spool import Spool
 from longstrand.memory.streams import DeviceStreams, Streams
+from longstrand.plan.rules import refuse_the_same_memory
 
 
 def pass_demand(
@@ -74,8 +74,4 @@ def require_other_memory(setting: str, device: torch.device) -> None:
         UserError: naming the setting of `[memory]`.
     """
     if device.type == "cpu":
-        remedies = {"offload": '"disk" or "none"', "optimizer": '"device"'}
-        raise UserError(
-            f'memory.{setting} = "host": the model is on the CPU, whose memory is the host\'s: nothing would leave '
-            f"it; set {remedies[setting]}"
-        )
+        refuse_the_same_memory(setting)

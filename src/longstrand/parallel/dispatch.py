@@ -19,9 +19,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from longstrand.errors import UserError
 from longstrand.ops.precision import wide, wide_dtype
 from longstrand.parallel.axis import Axis
+from longstrand.plan.rules import require_a_row_of_each, require_divisor_of_experts
 
 Compute = Callable[..., Tensor]
 """compute(rows [N, D], local ids [N], *params): each row's expert applied to it [N, D]; never called with no row."""
@@ -48,16 +48,8 @@ class Spread:
     num_rounds: int = 0
 
     def __post_init__(self) -> None:
-        if self.num_experts % self.axis.size:
-            raise UserError(
-                f"parallel.expert = {self.axis.size}: must divide the model's {self.num_experts} routed experts; "
-                "choose a divisor"
-            )
-        if self.receive < self.axis.size:
-            raise UserError(
-                f"parallel.receive = {self.receive}: must be at least parallel.expert = {self.axis.size}, "
-                "a row from each rank; raise it"
-            )
+        require_divisor_of_experts(self.axis.size, self.num_experts)
+        require_a_row_of_each(self.receive, self.axis.size)
 
     @property
     def per_rank(self) -> int:

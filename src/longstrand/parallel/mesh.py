@@ -14,6 +14,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from longstrand.errors import UserError
 from longstrand.parallel.axis import Axis
 from longstrand.parallel.processes import MEETING_SECONDS
+from longstrand.plan.rules import require_divisor_of_ranks
 
 
 @dataclass(frozen=True)
@@ -81,10 +82,7 @@ def make_mesh(*, data: int, context: int, expert: int, device: str = "cpu") -> M
             f"parallel.data x parallel.context = {data} x {context}: must be the number of processes, {world}; "
             f"start {data * context} processes, or change the axes"
         )
-    if world % expert:
-        raise UserError(
-            f"parallel.expert = {expert}: must divide the number of processes, {world}; choose a divisor"
-        )
+    require_divisor_of_ranks(expert, world)
     if world == 1:
         return one_process()
     ranks = torch.arange(world)

@@ -15,7 +15,7 @@ import json
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ import numpy as np
 
 from longstrand.atomic import write_atomic
 from longstrand.errors import UserError
+from longstrand.plan.calibrated import LARGEST, VERSION, Origin, is_number, read_json, read_origin
 
 NOISE = 0.03
 """Relative spread of a run's median step: two runs of the same settings differ by about that."""
@@ -44,11 +45,14 @@ class Measured:
     Attributes:
         terms: estimated seconds of a step, by name.
         seconds: what a step took.
+        planned_bytes, counted_bytes: of the device at a step's peak; None: not known.
     """
 
     name: str
     terms: Mapping[str, float]
     seconds: float
+    planned_bytes: int | None = None
+    counted_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,7 @@ class Row:
 
     Attributes:
         left_out: error of a calibration on all other runs; None where they are too few.
+        planned_bytes, counted_bytes: of the device at a step's peak; None: not known.
     """
 
     name: str
@@ -64,6 +69,8 @@ class Row:
     before: float
     after: float
     left_out: float | None
+    planned_bytes: int | None = None
+    counted_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -72,37 +79,36 @@ class Calibration:
 
     Attributes:
         factors: of the terms, by name, for `plan_seconds(..., fitted=...)`.
+        determined: the terms whose factor the runs determine; the others have the scale of all.
         rows: of the runs.
         notes: what was determined and what was not, in words.
-        where: device, form of the ops and dtype of the runs.
+        origin: what the runs were made on; None: not said.
     """
 
     factors: Mapping[str, float]
+    determined: tuple[str, ...]
     rows: tuple[Row, ...]
     notes: tuple[str, ...]
-    where: str = ""
+    origin: Origin | None = None
 
-    def show(self) -> list[tuple[str, str, str, str, str]]:
-        """Rows of a table: run, seconds measured, errors before, after, and with the run left out."""
-        return [
-            (
-                row.name,
-                f"{row.seconds:.4g}",
-                f"{row.before:+.1%}",
-                f"{row.after:+.1%}",
-                _percent(row.left_out),
-            )
-            for row in self.rows
-        ]
+    def as_dict(self) -> dict[str, Any]:
+        """What `load_calibrated` reads, and each run's row."""
+        return {
+            "version": VERSION,
+            "fitted_on": None if self.origin is None else asdict(self.origin),
+            "factors": dict(self.factors),
+            "determined": list(self.determined),
+            "notes": list(self.notes),
+            "runs": [asdict(row) for row in self.rows],
+        }
 
     def write(self, path: Path) -> None:
-        """As JSON, for `load_factors`.
+        """As JSON.
 
         Raises:
             UserError: it cannot be written.
         """
-        record = {"version": 1, "where": self.where, "factors": dict(self.factors), "notes": list(self.notes)}
-        write_atomic(path, json.dumps(record | {"runs": [asdict(row) for row in self.rows]}, indent=1) + "\n")
+        write_atomic(path, json.dumps(self.as_dict(), indent=1) + "\n")
 
 
 def calibrate(runs: Sequence[Path]) -> Calibration:
@@ -112,13 +118,20 @@ def calibrate(runs: Sequence[Path]) -> Calibration:
         UserError: a folder lacks a file of a measured run, the runs are of several devices, or too few differ.
     """
     read = [_read_run(Path(run)) for run in runs]
-    places = sorted({where for where, _ in read})
-    if len(places) > 1:
+    origins = list(dict.fromkeys(origin for origin, _ in read))
+    if len(origins) > 1:
         raise UserError(
-            f"--calibrate: the runs are of different devices, ops or dtypes ({'; '.join(places)}); calibrate each apart"
+            f"--calibrate: the runs are of different devices, ops, dtypes or ranks ({'; '.join(map(str, origins))}); "
+            "calibrate each apart"
         )
-    found = fit([measured for _, measured in read])
-    return Calibration(found.factors, found.rows, found.notes, places[0])
+    found = replace(fit([measured for _, measured in read]), origin=origins[0])
+    name, factor = max(found.factors.items(), key=lambda item: item[1])
+    if factor > LARGEST:
+        raise UserError(
+            f"--calibrate: {name} took {factor:,.0f} x the estimate, and no factor may exceed {LARGEST:,.0f}: "
+            "these steps are not what was planned; leave those runs out"
+        )
+    return found
 
 
 def fit(measured: Sequence[Measured]) -> Calibration:
@@ -135,26 +148,14 @@ def fit(measured: Sequence[Measured]) -> Calibration:
             f"--calibrate: {len(measured)} runs of {len(distinct)} settings: it takes at least {FEWEST} that differ in "
             "length, tile or shape; add runs"
         )
-    factors, notes = _factors(measured)
+    factors, determined, notes = _factors(measured)
     rows = []
     for place, run in enumerate(measured):
         others = [*measured[:place], *measured[place + 1 :]]
         left_out = _error(run, _factors(others)[0]) if len(others) >= FEWEST else None
-        rows.append(Row(run.name, run.seconds, _error(run, {}), _error(run, factors), left_out))
-    return Calibration(factors, tuple(rows), tuple([*notes, _summary(rows)]))
-
-
-def load_factors(path: Path) -> dict[str, float]:
-    """The factors of a file that a calibration wrote.
-
-    Raises:
-        UserError: it is no such file.
-    """
-    found = _read_json(path)
-    factors = found.get("factors") if isinstance(found, dict) else None
-    if not isinstance(factors, dict) or not all(_is_positive(value, zero=True) for value in factors.values()):
-        raise UserError(f"{path}: not a calibration; write one with `longstrand plan --calibrate RUN...`")
-    return {str(name): float(value) for name, value in factors.items()}
+        errors = _error(run, {}), _error(run, factors), left_out
+        rows.append(Row(run.name, run.seconds, *errors, run.planned_bytes, run.counted_bytes))
+    return Calibration(factors, tuple(determined), tuple(rows), tuple([*notes, _summary(rows)]))
 
 
 def least_squares(matrix: np.ndarray, wanted: np.ndarray) -> np.ndarray:
@@ -182,7 +183,8 @@ def least_squares(matrix: np.ndarray, wanted: np.ndarray) -> np.ndarray:
     return x
 
 
-def _factors(measured: Sequence[Measured]) -> tuple[dict[str, float], list[str]]:
+def _factors(measured: Sequence[Measured]) -> tuple[dict[str, float], list[str], list[str]]:
+    """Factors by name, the names that are determined, and what is to be said of them."""
     names = list(dict.fromkeys(name for run in measured for name in run.terms))
     table = np.array([[run.terms.get(name, 0.0) / run.seconds for name in names] for run in measured])
     shares = table / table.sum(axis=1, keepdims=True)
@@ -197,14 +199,15 @@ def _factors(measured: Sequence[Measured]) -> tuple[dict[str, float], list[str]]
     known = np.sqrt(np.linalg.inv(stacked.T @ stacked).diagonal())  # of each g, one standard deviation
     factors = {names[place]: scale * float(g) for place, g in zip(told, moved, strict=True)}
     notes = [f"all terms together: {scale:.3g} x the estimate"]
+    determined = [names[place] for place, sure in zip(told, known, strict=True) if sure < SPREAD / 2]
     for place, sure in zip(told, known, strict=True):
         name = names[place]
         fitted = f"{name}: {factors[name]:.3g} x the estimate, +- {scale * sure:.2g}"
-        notes.append(fitted if sure < SPREAD / 2 else f"{fitted}: not determined by these runs alone")
+        notes.append(fitted if name in determined else f"{fitted}: not determined by these runs alone")
     small = [name for place, name in enumerate(names) if place not in told]
     if small:
         notes.append(f"{', '.join(small)}: less than {SMALL:.0%} of every step; kept as estimated")
-    return factors, notes
+    return factors, determined, notes
 
 
 def _error(run: Measured, factors: Mapping[str, float]) -> float:
@@ -220,28 +223,49 @@ def _summary(rows: Sequence[Row]) -> str:
     )
 
 
-def _percent(error: float | None) -> str:
-    return "\u2013" if error is None else f"{error:+.1%}"
-
-
-def _read_run(run: Path) -> tuple[str, Measured]:
+def _read_run(run: Path) -> tuple[Origin, Measured]:
     """What a run's plan says of it, and the median of its steps but the first, which compiles and fills caches."""
-    for name in ("plan.json", "memory.json", "metrics.jsonl"):
+    for name in ("plan.json", "metrics.jsonl"):
         if not (run / name).is_file():
             raise UserError(f"{run}: has no {name}; give the folder of a run that this version has trained")
-    plan = _read_json(run / "plan.json")
+    plan = read_json(run / "plan.json")
     seconds = plan.get("seconds") if isinstance(plan, dict) else None
     if not isinstance(seconds, dict):
         raise UserError(f"{run / 'plan.json'}: has no seconds, so nothing to calibrate; its problems say why")
     try:
         terms = {str(term["name"]): float(term["seconds"]) for term in seconds["terms"]}
-        where = f"{plan['device']}, {plan['form']} ops, {plan['dtype']}, {plan['ranks']} ranks"
-        tokens, threads = int(plan["tokens_per_step"]), int(plan["threads"])
-        alone = plan["ranks"] == 1 and threads == 1 and plan["device_kind"] == "cpu"
+        tokens, planned = int(plan["tokens_per_step"]), _planned_bytes(plan)
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"{run / 'plan.json'}: not a plan as train writes it ({error})") from error
+    origin = read_origin(plan, run / "plan.json")
+    alone = origin.device_kind == "cpu" and origin.ranks == origin.threads == 1
     taken = _steps(run / "metrics.jsonl", tokens, "cpu_seconds" if alone else "seconds")
-    return f"{where}, {threads} threads", Measured(str(run), terms, statistics.median(taken[1:] or taken))
+    median = statistics.median(taken[1:] or taken)
+    return origin, Measured(str(run), terms, median, planned, _counted_bytes(run / "memory.json"))
+
+
+def _planned_bytes(plan: Mapping[str, Any]) -> int | None:
+    """At the peak of a step; None where the planner refused."""
+    memory = plan.get("memory")
+    if memory is None:
+        return None
+    return max(sum(int(term["num_bytes"]) for term in terms) for terms in memory["phases"].values())
+
+
+def _counted_bytes(path: Path) -> int | None:
+    """The most living tensors of a step, over those of the process before; None where they were not counted."""
+    if not path.is_file():
+        return None
+    found = read_json(path)
+    try:
+        base = found["baseline"]["counted_bytes"]
+        phases = (found["phases"].get(name) for name in ("start", "forward", "backward", "optimizer"))
+        counted = [phase["counted_bytes"] for phase in phases if phase is not None]
+        return None if base is None or not counted or None in counted else int(max(counted)) - int(base)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise UserError(
+            f"{path}: not what train writes about memory ({error}); the file is damaged"
+        ) from error
 
 
 def _steps(path: Path, tokens: int, key: str) -> list[float]:
@@ -255,7 +279,7 @@ def _steps(path: Path, tokens: int, key: str) -> list[float]:
     whole = [
         r
         for r in records
-        if isinstance(r, dict) and _is_positive(r.get(key)) and _is_positive(r.get("tokens"))
+        if isinstance(r, dict) and all(is_number(r.get(name)) and r[name] > 0 for name in (key, "tokens"))
     ]
     found = [float(r[key]) for r in whole if abs(r["tokens"] / tokens - 1) < 0.05]
     if not found:
@@ -263,17 +287,3 @@ def _steps(path: Path, tokens: int, key: str) -> list[float]:
             f"{path}: no step with {key} has the {tokens:,} tokens that were planned; it cannot be compared"
         )
     return found
-
-
-def _read_json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text("utf-8"))
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror})") from error
-    except ValueError as error:
-        raise UserError(f"{path}: not valid JSON ({str(error).splitlines()[0]})") from error
-
-
-def _is_positive(value: Any, *, zero: bool = False) -> bool:
-    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    return number and (value > 0 or (zero and value == 0))

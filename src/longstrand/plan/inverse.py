@@ -18,6 +18,9 @@ LONGEST = 2**32
 
 MOST_HOSTS = 4096
 
+MOST_LENGTHS = 13
+"""Of a sweep, from the first to 4,096 times that; a plan takes up to 0.12 s."""
+
 
 @dataclass(frozen=True)
 class Longest:
@@ -30,6 +33,19 @@ class Longest:
 
     plan: Plan
     next_plan: Plan | None
+
+
+@dataclass(frozen=True)
+class Fewest:
+    """The fewest devices on which a length fits.
+
+    Attributes:
+        plan: on them; where no number suffices, on the one that leaves least over the limits.
+        most_tried: the largest number that was tried.
+    """
+
+    plan: Plan
+    most_tried: int
 
 
 def longest_sequence(job: Job, room: Room) -> Longest | None:
@@ -54,32 +70,28 @@ def longest_sequence(job: Job, room: Room) -> Longest | None:
     return Longest(plan, search(replace(job, length=found + LENGTHS), room))
 
 
-def fewest_devices(job: Job, room: Room) -> Plan:
-    """As few devices as the length fits on: any number up to one host, whole hosts above.
-
-    Where none do, the plan of the largest number that was tried, which does not fit.
-    """
-    per_host = room.device.devices_per_host
-
-    def plan_on(number: int) -> Job:
-        there = replace(room, num_devices=number)
-        base = without_levers(job, there)
-        return reach(base, there, levers_for(base, there))
+def fewest_devices(job: Job, room: Room) -> Fewest:
+    """As few devices as the length fits on: any number up to one host, whole hosts above."""
+    per_host, over = room.device.devices_per_host, dict[int, int]()
 
     def fits(number: int) -> bool:
-        return not missing(plan_on(number), replace(room, num_devices=number))
+        there = replace(room, num_devices=number)
+        base = without_levers(job, there)
+        over[number] = sum(missing(reach(base, there, levers_for(base, there)), there).values())
+        return not over[number]
 
     if fits(per_host):
         number = next(number for number in range(1, per_host + 1) if fits(number))
-        return search(job, replace(room, num_devices=number))
-    hosts = 2
-    while hosts <= MOST_HOSTS and hosts * per_host <= job.length // 2 and not fits(hosts * per_host):
-        hosts *= 2
-    low, high = hosts // 2, min(hosts, max(1, job.length // 2 // per_host), MOST_HOSTS)
+        return Fewest(search(job, replace(room, num_devices=number)), per_host)
+    most = min(MOST_HOSTS, max(1, job.length // 2 // per_host))
+    low, high = 1, min(2, most)
+    while high > low and not fits(high * per_host):
+        low, high = high, min(2 * high, most)
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if fits(middle * per_host) else (middle, high)
-    return search(job, replace(room, num_devices=high * per_host))
+    best = min(over, key=lambda number: (over[number], number))
+    return Fewest(search(job, replace(room, num_devices=best)), max(over))
 
 
 def sweep(job: Job, room: Room, lengths: list[int]) -> list[Plan]:
@@ -91,14 +103,20 @@ def doubling_lengths(first: int, last: int) -> list[int]:
     """From the first length to the last by doubling; the last always belongs to them.
 
     Raises:
-        UserError: they do not ascend.
+        UserError: they do not ascend, or are too many.
     """
     if first > last:
         raise UserError(f"--sweep {first}..{last}: must ascend, such as 16k..4M; swap the two")
     lengths = [first]
     while lengths[-1] * 2 < last:
         lengths.append(lengths[-1] * 2)
-    return lengths + [last] * (last > first)
+    lengths += [last] * (last > first)
+    if len(lengths) > MOST_LENGTHS:
+        raise UserError(
+            f"--sweep {first}..{last}: has {len(lengths)} lengths, and at most {MOST_LENGTHS} are planned, up to "
+            f"{2 ** (MOST_LENGTHS - 1):,} times the first; bring the two closer"
+        )
+    return lengths
 
 
 def _reached(job: Job, room: Room, length: int) -> Job:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
+from longstrand.plan.calibrated import Calibrated
 from longstrand.plan.devices import GIB, Device
 from longstrand.plan.job import Job
 from longstrand.plan.memory import plan_memory
@@ -29,7 +30,7 @@ class Room:
         host_bytes: memory of one host; None: not known, and not judged.
         file_bytes: free disk space of one host for spools; None: not known, and not judged.
         optimizer: where it may be; auto: on the host where the device has no room.
-        fitted: factors of terms of seconds, from finished runs.
+        fitted: factors of terms of seconds, from finished runs; None: estimates.
     """
 
     device: Device
@@ -37,7 +38,7 @@ class Room:
     host_bytes: int | None = None
     file_bytes: int | None = None
     optimizer: Literal["auto", "device", "host"] = "auto"
-    fitted: tuple[tuple[str, float], ...] = ()
+    fitted: Calibrated | None = None
 
     @property
     def is_cpu(self) -> bool:

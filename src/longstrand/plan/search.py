@@ -174,8 +174,10 @@ def reach(job: Job, room: Room, levers: tuple[Lever, ...]) -> Job:
 
 @lru_cache(maxsize=512)
 def seconds_of(job: Job, room: Room) -> Seconds:
-    """As `plan_seconds`, once per job."""
-    return plan_seconds(job, room.device, dict(room.fitted) or None)
+    """As `plan_seconds`, once per job; with the factors of a calibration where the room has one."""
+    if room.fitted is None:
+        return plan_seconds(job, room.device)
+    return room.fitted.explained(plan_seconds(job, room.device, dict(room.fitted.factors)), job)
 
 
 def _strengthened(job: Job, room: Room, levers: tuple[Lever, ...]) -> Job:

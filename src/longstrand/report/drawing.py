@@ -79,21 +79,25 @@ def render(
     name: str, draw: Callable[[Figure, bool], None], wide: tuple[float, float], narrow: tuple[float, float]
 ) -> Plot:
     """Draws a figure at both sizes (inches); `draw` is told whether it is the narrow one."""
-    svgs, png = [], b""
-    for size, is_narrow in ((wide, False), (narrow, True)):
-        with mpl.rc_context(_RC):
-            figure = Figure(figsize=size, layout="constrained")
-            draw(figure, is_narrow)
-            buffer = io.BytesIO()
-            FigureCanvasSVG(figure).print_svg(buffer, metadata={"Date": None, "Creator": None})
-            svgs.append(buffer.getvalue().decode())
-            if not is_narrow:
-                buffer = io.BytesIO()
-                figure.set_layout_engine("none")
-                figure.set_dpi(200)
-                FigureCanvasAgg(figure).print_png(buffer, metadata={"Software": None})
-                png = buffer.getvalue()
-    return Plot(name, svgs[0], svgs[1], png)
+    wide_svg, png = draw_figure(lambda figure: draw(figure, False), wide)
+    narrow_svg, _ = draw_figure(lambda figure: draw(figure, True), narrow, with_png=False)
+    return Plot(name, wide_svg, narrow_svg, png)
+
+
+def draw_figure(
+    draw: Callable[[Figure], None], size: tuple[float, float], *, with_png: bool = True
+) -> tuple[str, bytes]:
+    """A figure of one size (inches) as an SVG, and as a PNG of the same layout."""
+    svg, png = io.BytesIO(), io.BytesIO()
+    with mpl.rc_context(_RC):
+        figure = Figure(figsize=size, layout="constrained")
+        draw(figure)
+        FigureCanvasSVG(figure).print_svg(svg, metadata={"Date": None, "Creator": None})
+        if with_png:
+            figure.set_layout_engine("none")
+            figure.set_dpi(200)
+            FigureCanvasAgg(figure).print_png(png, metadata={"Software": None})
+    return svg.getvalue().decode(), png.getvalue()
 
 
 def inline_svg(svg: str, label: str, prefix: str) -> str:

@@ -14,7 +14,7 @@ from longstrand.errors import UserError
 from longstrand.plan.devices import GIB
 from longstrand.plan.search import Plan
 from longstrand.plan.summary import setting
-from longstrand.report.drawing import AFTER, INK, MUTED, render, short_number
+from longstrand.report.drawing import AFTER, INK, MUTED, draw_figure, short_number
 from longstrand.wording import short_tokens
 
 _SHOWN = 6
@@ -27,10 +27,10 @@ def write_picture(plans: Sequence[Plan], model: str, path: Path) -> None:
     """Draws a sweep into an SVG or a PNG, by the name's ending.
 
     Raises:
-        UserError: it cannot be written.
+        UserError: it is there already, or cannot be written.
     """
 
-    def draw(figure: Figure, narrow: bool) -> None:
+    def draw(figure: Figure) -> None:
         memory, speed = figure.subplots(2, 1, sharex=True, height_ratios=[3, 2])
         room = plans[0].room
         _draw_memory(memory, plans)
@@ -40,12 +40,10 @@ def write_picture(plans: Sequence[Plan], model: str, path: Path) -> None:
         speed.set_xticks(range(len(plans)), [short_tokens(plan.job.length) for plan in plans])
         speed.set_xlabel("tokens of a sequence")
 
-    plot = render("lengths", draw, wide=(9.0, 6.4), narrow=(4.3, 6.4))
+    svg, png = draw_figure(draw, (9.0, 6.4))
     try:
-        if path.suffix.lower() == ".svg":
-            path.write_text(plot.wide_svg, encoding="utf-8")
-        else:
-            path.write_bytes(plot.png)
+        with path.open("xb") as file:
+            file.write(svg.encode() if path.suffix.lower() == ".svg" else png)
     except OSError as error:
         raise UserError(
             f"--picture {path}: cannot be written ({error.strerror}); choose another path"

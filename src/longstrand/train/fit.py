@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from longstrand.architecture import DSA, Architecture
+from longstrand.architecture import Architecture
 from longstrand.config import Recipe
 from longstrand.data import Data
 from longstrand.errors import UserError
+from longstrand.plan import rules
 
 
 def require_vocabulary(recipe: Recipe, data: Data, shape: Architecture) -> None:
@@ -18,14 +19,5 @@ def require_vocabulary(recipe: Recipe, data: Data, shape: Architecture) -> None:
 
 
 def require_effect(recipe: Recipe, shape: Architecture) -> None:
-    """Refuses what this model has no part for: a setting without effect would be a silent one."""
-    balance, indexer = recipe.train.balance, recipe.train.indexer
-    if balance != "none" and "sparse" not in shape.mlp_layer_types:
-        raise UserError(f'train.balance = "{balance}": this model has no router to balance; set it to "none"')
-    if indexer != "frozen" and DSA not in shape.layer_types:
-        raise UserError(f'train.indexer = "{indexer}": this model has no indexer; set it to "frozen"')
-    if indexer != "frozen" and recipe.data.length < shape.index_kpool:
-        raise UserError(
-            f"data.length = {recipe.data.length}: no sequence completes a pool of {shape.index_kpool} tokens, so "
-            f'train.indexer = "{indexer}" learns nothing; raise the length, or set it to "frozen"'
-        )
+    """Refuses what this model has no part for."""
+    rules.require_effect(recipe.train.balance, recipe.train.indexer, recipe.data.length, shape)

@@ -25,9 +25,9 @@ from longstrand.parallel.pretended import pretended_ranks
 from longstrand.plan.exchanges import dsa_received, kda_received, moe_received
 from longstrand.plan.job import Job
 from longstrand.plan.memory import plan_memory
+from longstrand.plan.rules import require_fewer_streams
 from longstrand.plan.sizes import Sizes
 from longstrand.plan.terms import Memory
-from longstrand.train.levers import require_fewer_streams
 from longstrand.train.optimizer import freeze_all_but, trained_names
 from longstrand.train.planning import job_of
 

@@ -9,9 +9,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from longstrand.config import Recipe
-from longstrand.errors import UserError
 from longstrand.memory import levers_of
-from longstrand.memory.levers import streams_at_once
 from longstrand.memory.spool import Spool, existing, remove_stale_spools, require_room
 from longstrand.memory.store import first_trained, require_other_memory
 from longstrand.model import Model
@@ -19,6 +17,7 @@ from longstrand.parallel import from_all, together
 from longstrand.plan.devices import find_device
 from longstrand.plan.host import check_host
 from longstrand.plan.room import Room
+from longstrand.plan.rules import require_fewer_streams
 from longstrand.train.planning import job_of
 
 _log = logging.getLogger(__name__)
@@ -92,19 +91,3 @@ def clean_spool(recipe: Recipe) -> Iterator[None]:
         if spool is not None and recipe.memory.spool is None:
             with suppress(OSError):  # never made, or a spool is still open and goes with the process
                 Path(spool).rmdir()
-
-
-def require_fewer_streams(keep_every: int, num_layers: int, first: int) -> None:
-    """Recomputing layers must save something: going back, a group holds keep_every - 1 inputs of its own."""
-    if keep_every == 1:
-        return
-    most = {k: streams_at_once(num_layers, first, k) for k in range(1, num_layers + 1)}
-    if keep_every > num_layers:
-        problem = f"this model has {num_layers} layers"
-    elif most[keep_every] >= most[1]:
-        problem = f"a pass then has {most[keep_every]} streams at once, and {most[1]} without it"
-    else:
-        return
-    best = min(most, key=lambda k: most[k])
-    remedy = f"set it to {best} ({most[best]} streams)" if best > 1 else "remove it"
-    raise UserError(f"memory.keep_every = {keep_every}: {problem}; {remedy}")

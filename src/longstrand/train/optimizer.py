@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from longstrand.config import TrainSection
-from longstrand.errors import UserError
 from longstrand.ops.precision import wide_dtype
 from longstrand.parallel import Mesh, as_stored, like_sharded, local_part, one_process
+from longstrand.plan.rules import groups_that_learn
 
 
 def trained_names(groups: dict[str, list[str]], settings: TrainSection) -> list[str]:
@@ -23,23 +23,9 @@ def trained_names(groups: dict[str, list[str]], settings: TrainSection) -> list[
     Raises:
         UserError: a group that this model has not, or nothing is left to train.
     """
-    chosen = list(groups) if settings.trainable == ["all"] else list(settings.trainable)
-    if unknown := [group for group in chosen if not groups.get(group) and settings.trainable != ["all"]]:
-        present = ", ".join(group for group, names in groups.items() if names)
-        raise UserError(
-            f'train.trainable: this model has no parameters in group "{unknown[0]}"; its groups are {present}'
-        )
-    if settings.indexer == "frozen":
-        chosen = [group for group in chosen if group != "indexer"]
-    elif settings.indexer == "warmup":
-        chosen = ["indexer"]
-    names = [name for group in chosen for name in groups.get(group, [])]
-    if not names:
-        raise UserError(
-            f"train.trainable = {settings.trainable} with train.indexer = {settings.indexer!r}: nothing "
-            "is left to train in this model; name another group"
-        )
-    return names
+    present = [group for group, names in groups.items() if names]
+    chosen = groups_that_learn(settings.trainable, settings.indexer, present)
+    return [name for group in chosen for name in groups[group]]
 
 
 def freeze_all_but(model: nn.Module, names: list[str]) -> None:
