@@ -1,12 +1,19 @@
 """Calibration: planted coefficients come back, what cannot be known is said, and what is no run is refused."""
 
 import json
+import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
+from planned import REAL, TOY, with_memory, with_ranks
 
 from longstrand.errors import UserError
-from longstrand.plan.calibrate import Measured, calibrate, fit, least_squares, load_factors
+from longstrand.plan.calibrate import Measured, calibrate, fit, least_squares
+from longstrand.plan.calibrated import TERMS, Calibrated, Origin, load_calibrated
+from longstrand.plan.devices import find_device
+from longstrand.plan.job import Job
+from longstrand.plan.seconds import plan_seconds
 
 PLANTED = {"products": 1.7, "scores": 0.4, "starts": 3.0}
 
@@ -54,6 +61,7 @@ def test_terms_that_runs_cannot_tell_apart_share_the_scale_and_are_named():
     assert 2 * found.factors["one"] + found.factors["other"] == pytest.approx(4.5, rel=0.05)
     assert found.factors["scores"] == pytest.approx(1.0, rel=0.1)
     assert any(n.startswith("other: ") and "not determined" in n for n in found.notes)
+    assert "other" not in found.determined and "scores" in found.determined
     assert not any(n.startswith("scores: ") and "not determined" in n for n in found.notes)
 
 
@@ -99,13 +107,16 @@ def test_least_squares_without_negatives_is_the_best_of_all_supports(seed):
 def _folder(path, length, *, device="CPU", tokens=None, factor=2.0, ranks=1):
     path.mkdir()
     terms = [
-        {"name": "products", "seconds": 1.0 * length, "why": "", "evidence": ""},
+        {"name": "projections", "seconds": 1.0 * length, "why": "", "evidence": ""},
         {"name": "scores", "seconds": 0.05 * length**2, "why": "", "evidence": ""},
     ]
     plan = {"device": device, "device_kind": "cpu", "form": "native", "dtype": "float32", "ranks": ranks}
     plan |= {"threads": 1, "tokens_per_step": 100 * length, "seconds": {"terms": terms}}
-    (path / "plan.json").write_text(json.dumps(plan))
-    (path / "memory.json").write_text("{}")
+    phases = {"start": [{"num_bytes": 300}], "backward": [{"num_bytes": 700}, {"num_bytes": 100}]}
+    (path / "plan.json").write_text(json.dumps(plan | {"memory": {"phases": phases}}))
+    counted = {"start": 1250, "backward": 2000, "evaluate": 9000}  # an evaluation is no part of a step
+    phases = {name: {"counted_bytes": number} for name, number in counted.items()}
+    (path / "memory.json").write_text(json.dumps({"baseline": {"counted_bytes": 1000}, "phases": phases}))
     seconds = factor * length + 0.05 * length**2
     record = {"tokens": tokens or 100 * length, "cpu_seconds": seconds, "seconds": 7 * seconds}
     first = {**record, "cpu_seconds": 50 * seconds, "seconds": 50 * seconds}  # compiles
@@ -117,29 +128,50 @@ def _folder(path, length, *, device="CPU", tokens=None, factor=2.0, ranks=1):
 def test_runs_are_read_from_their_folders(tmp_path):
     runs = [_folder(tmp_path / str(length), length) for length in (4, 16, 48)]
     found = calibrate(runs)
-    assert found.factors == pytest.approx({"products": 2.0, "scores": 1.0}, rel=0.05)
-    assert "CPU, native ops, float32, 1 ranks, 1 threads" in found.where
-    assert found.show()[0][0] == str(runs[0])
-    assert found.show()[0][2].startswith("-")
-    assert found.show()[0][4] == "\u2013"  # three runs: none can be left out
+    assert found.factors == pytest.approx({"projections": 2.0, "scores": 1.0}, rel=0.05)
+    assert str(found.origin) == "CPU, native ops, float32, 1 rank of 1 thread"
+    assert found.rows[0].name == str(runs[0])
+    assert found.rows[0].before < 0
+    assert found.rows[0].left_out is None  # three runs: none can be left out
+    assert {(row.planned_bytes, row.counted_bytes) for row in found.rows} == {(800, 1000)}
     found.write(tmp_path / "factors.json")
-    assert load_factors(tmp_path / "factors.json") == pytest.approx(dict(found.factors))
+    read = load_calibrated(tmp_path / "factors.json")
+    assert dict(read.factors) == pytest.approx(dict(found.factors))
+    assert (read.origin, read.determined) == (found.origin, set(found.determined))
+
+
+def test_memory_that_a_run_did_not_count_is_left_out(tmp_path):
+    runs = [_folder(tmp_path / str(length), length) for length in (4, 16, 48)]
+    (runs[0] / "memory.json").unlink()
+    text = (runs[1] / "memory.json").read_text()
+    (runs[1] / "memory.json").write_text(text.replace("1000", "null"))
+    assert [row.counted_bytes for row in calibrate(runs).rows] == [None, None, 1000]
+
+
+def test_runs_that_are_nothing_like_planned_are_refused(tmp_path):
+    runs = [_folder(tmp_path / str(length), length, factor=5000.0) for length in (4, 16, 48)]
+    with pytest.raises(UserError, match="no factor may exceed 1,000"):
+        calibrate(runs)
 
 
 def test_on_ranks_the_clock_counts(tmp_path):
     runs = [_folder(tmp_path / str(length), length, ranks=2) for length in (4, 16, 48)]
-    assert calibrate(runs).factors == pytest.approx({"products": 14.0, "scores": 7.0}, rel=0.05)
+    assert calibrate(runs).factors == pytest.approx({"projections": 14.0, "scores": 7.0}, rel=0.05)
 
 
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
         (lambda run: (run / "plan.json").unlink(), "has no plan.json"),
-        (lambda run: (run / "memory.json").unlink(), "has no memory.json"),
+        (lambda run: (run / "memory.json").write_text('{"phases": 3}'), "not what train writes about memory"),
         (lambda run: (run / "metrics.jsonl").unlink(), "has no metrics.jsonl"),
         (lambda run: (run / "plan.json").write_text("{"), "not valid JSON"),
         (lambda run: (run / "plan.json").write_text('{"seconds": null}'), "has no seconds"),
         (lambda run: (run / "plan.json").write_text('{"seconds": {}}'), "not a plan as train writes it"),
+        (
+            lambda run: _changed(run / "plan.json", threads=None),
+            "threads = None: must be what a run was made on",
+        ),
         (lambda run: (run / "metrics.jsonl").write_text(""), "no step with cpu_seconds has the 1,600 tokens"),
     ],
 )
@@ -158,8 +190,88 @@ def test_runs_of_two_devices_are_calibrated_apart(tmp_path):
         calibrate(runs)
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"factors": {"a": -1}}', '{"factors": {"a": "x"}}'])
+def _changed(path, **values):
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+ORIGIN = Origin("CPU", "cpu", "native", "float32", 1, 1)
+ON_CPU = Job(TOY, 4096, dtype="float32", form="native")
+
+
+def _file(path, **changes):
+    values = {"version": 2, "fitted_on": vars(ORIGIN), "factors": {"scores": 0.5}, "determined": ["scores"]}
+    path.write_text(json.dumps(values | changes))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"version": 1}, "version = 1: must be 2"),
+        ({"version": None}, "version = None: must be 2"),
+        ({"factors": {"warp": 1.0}}, "factors has 'warp', no term of a plan's seconds"),
+        ({"factors": {"scores": -0.5}}, "factor of 'scores' is -0.5: must be a number from 0 to 1,000"),
+        ({"factors": {"scores": math.nan}}, "factor of 'scores' is nan"),
+        ({"factors": {"scores": math.inf}}, "factor of 'scores' is inf"),
+        ({"factors": {"scores": 1e308}}, r"factor of 'scores' is 1e\+308"),
+        ({"factors": {"scores": "2"}}, "factor of 'scores' is '2'"),
+        ({"factors": {"scores": True}}, "factor of 'scores' is True"),
+        ({"factors": [1.0]}, "not a calibration"),
+        ({"determined": None}, "not a calibration"),
+        ({"fitted_on": None}, "device = None: must be what a run was made on"),
+        ({"fitted_on": {**vars(ORIGIN), "ranks": 1.5}}, "ranks = 1.5: must be what a run was made on"),
+    ],
+)
+def test_a_calibration_that_is_damaged_is_refused(tmp_path, changes, words):
+    with pytest.raises(UserError, match=words) as refused:
+        load_calibrated(_file(tmp_path / "f.json", **changes))
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}", "[" * 100_000])
 def test_a_file_that_is_no_calibration_is_refused(tmp_path, text):
     (tmp_path / "f.json").write_text(text)
     with pytest.raises(UserError, match=r"not valid JSON|not a calibration"):
-        load_factors(tmp_path / "f.json")
+        load_calibrated(tmp_path / "f.json")
+
+
+@pytest.mark.parametrize(
+    ("job", "device"),
+    [
+        (ON_CPU, find_device("H200")),
+        (ON_CPU, find_device("CPU").model_copy(update={"name": "another"})),
+        (replace(ON_CPU, dtype="bfloat16"), find_device("CPU")),
+        (replace(ON_CPU, form="portable"), find_device("CPU")),
+    ],
+)
+def test_factors_of_another_device_dtype_or_form_are_refused(tmp_path, job, device):
+    read = load_calibrated(_file(tmp_path / "f.json"))
+    read.require_same(ON_CPU, find_device("CPU"))
+    with pytest.raises(UserError) as refused:
+        read.require_same(job, device)
+    assert "fitted on CPU, native ops, float32, 1 rank of 1 thread" in str(refused.value)
+    assert f"asked for {Origin.of(job, device)}" in str(refused.value)
+
+
+def test_only_what_the_runs_determined_on_as_many_ranks_is_measured():
+    fitted = Calibrated("f.json", ORIGIN, (("scores", 3.0), ("head", 2.0)), frozenset({"scores"}))
+
+    def evidence(job):
+        seconds = fitted.explained(plan_seconds(job, find_device("CPU"), dict(fitted.factors)), job)
+        return {term.name: term.evidence for term in seconds.terms}
+
+    alone = evidence(ON_CPU)
+    assert alone["scores"] == f"measured: 3 x the estimate, calibrated on {ORIGIN}"
+    assert alone["head"].startswith("estimated: 2 x the estimate") and "did not determine" in alone["head"]
+    plain = {term.name: term.evidence for term in plan_seconds(ON_CPU, find_device("CPU")).terms}
+    assert alone["experts"] == plain["experts"]
+    for other in (with_ranks(ON_CPU, context=2), replace(ON_CPU, threads=2)):
+        assert evidence(other)["scores"] == f"estimated: 3 x the estimate, calibrated on {ORIGIN}"
+
+
+def test_every_term_of_a_plan_can_be_calibrated():
+    ranks = with_ranks(Job(REAL, 2**20, kind="gpu"), context=8, expert=8)
+    jobs = [with_memory(ranks, offload="host", optimizer="host"), with_memory(ranks, offload="disk")]
+    slow = find_device("H200").model_copy(update={"host_gb_per_second": 1e-3})
+    found = {term.name for job in jobs for term in plan_seconds(job, slow).terms}
+    assert found | {"offload to disk"} == set(TERMS)  # beside so much work a disk is fast enough

@@ -1,6 +1,7 @@
 """`longstrand plan`: its answers, exit codes, the recipe that it writes, and that it is fast without torch."""
 
 import json
+import os
 import re
 import resource
 import subprocess
@@ -9,11 +10,15 @@ import sys
 import pytest
 from called import caller
 from matplotlib.figure import Figure
-from planned import REAL
+from planned import REAL, TOY
+from typer.main import get_command
 
+from longstrand.cli.commands import app
+from longstrand.cli.plan_options import ALLOWED
 from longstrand.config import load_recipe
 from longstrand.model import load_model
 from longstrand.plan.devices import GIB, find_device
+from longstrand.plan.host import Machine, checkpoint_bytes
 from longstrand.plan.inverse import sweep
 from longstrand.plan.job import Job
 from longstrand.plan.room import Room
@@ -56,8 +61,9 @@ def test_it_says_memory_seconds_levers_and_what_was_not_measured(call):
         "64 x B200 on 8 hosts",
         "layer inputs",
         "tokens/s",
-        "Fits:",
+        "Fits the devices: ",
         "of 178.0 GiB",
+        "Not judged: 24.00 GiB of memory of each host (--host-memory).",
     ):
         assert part in called.out
     assert "Not measured on a GPU" in called.out
@@ -78,7 +84,8 @@ def test_json_adds_up(call):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ([], "needs a recipe, or --model"),
+        ([], "needs a recipe (a file, or one of demo, "),
+        ([], "), or --model with --device, --devices and --length; give one of them"),
         (["nowhere.toml"], "nowhere.toml: no such recipe"),
         (["human_x", "--model", "toy"], "--model: the recipe human_x says it"),
         (["human_x", "--length", "1M"], "change it there with --set data.length="),
@@ -102,12 +109,26 @@ def test_json_adds_up(call):
         (["--model", "toy", "--length", "1M", "--optimizer", "host"], "a CPU's memory is the host's"),
         (["--model", "toy", "--length", "1M", "--set", "train.lr=1"], "--set train.lr=1: overrides a recipe"),
         (["--model", "toy", "--fit", "width"], "--fit width: must be length or devices"),
-        (["--model", "toy", "--length", "1M", "--fit", "length", "--sweep", "1k..2k"], "ask one at a time"),
+        (["--model", "toy", "--fit", "length", "--sweep", "1k..2k"], "ask one at a time"),
         (["--model", "toy", "--sweep", "16k"], "--sweep 16k: must be two lengths"),
         (["--model", "toy", "--sweep", "4M..16k"], "must ascend"),
-        (["--model", "toy", "--length", "1M", "--picture", "x.svg"], "shows a sweep"),
+        (["--model", "toy", "--length", "1M", "--picture", "x.svg"], "shows a sweep; add --sweep 16k..4M"),
+        (["toy"], "toy: no recipe, but the name of a model's shape; give --model toy"),
+        (["demo"], "demo: model.path = demo_data/checkpoint: no such file or folder here; give"),
+        (
+            ["demo"],
+            "plan another recipe (glm-5.3-flash_1m_64gpus, hg38_chr1-2_chr22, human_x, human_x_65k or a",
+        ),
+        (["demo"], "or a model alone: --model NAME (glm-5.3-flash, toy, wide, glm-5.3-flash-4-layers)"),
+        (["--model", "toy", "--length", "0"], "--length 0: must be at least 2"),
+        (["--model", "toy", "--length", "-1"], "--length -1: must be a whole number of tokens"),
+        (["--model", "toy", "--length", "1Q"], "--length 1Q: must be a whole number of tokens"),
         (["--model", "toy", "--sweep", "1k..2k", "--picture", "x.pdf"], "must end in .svg or .png"),
-        (["--model", "toy", "--sweep", "1k..2k", "--write", "x.toml"], "a sweep has many plans"),
+        (["--model", "toy", "--sweep", "1k..2k", "--write", "x.toml"], "which has many plans; ask for one"),
+        (
+            ["--model", "toy", "--sweep", "1k..5M"],
+            "--sweep 1024..5242880: has 14 lengths, and at most 13 are planned",
+        ),
     ],
 )
 def test_what_cannot_be_asked_is_refused_in_one_line(call, arguments, says):
@@ -116,11 +137,188 @@ def test_what_cannot_be_asked_is_refused_in_one_line(call, arguments, says):
     assert says in called.err and called.err.count("\n") == 1 and "Traceback" not in called.err
 
 
+@pytest.mark.parametrize(
+    ("question", "options"),
+    [
+        ("--calibrate", ["--length", "1M"]),
+        ("--calibrate", ["--model", "toy"]),
+        ("--calibrate", ["--device", "CPU"]),
+        ("--calibrate", ["--calibrated", "f.json"]),
+        ("--calibrate", ["--host-memory", "0"]),
+        ("--calibrate", ["--picture", "x.svg"]),
+        ("--calibrate", ["--set", "data.length=1M"]),
+        ("--calibrate", ["--this-host"]),
+        ("--fit length", ["--length", "1M"]),
+        ("--fit length", ["--picture", "x.svg"]),
+        ("--fit devices", ["--devices", "1"]),
+        ("--fit devices", ["--picture", "x.svg"]),
+        ("--sweep", ["--length", "1M"]),
+    ],
+    ids=str,
+)
+def test_an_option_without_a_meaning_is_refused_by_its_name(call, question, options):
+    asked = {
+        "--calibrate": ("--calibrate", "run"),
+        "--fit length": ("--model", "toy", "--fit", "length"),
+        "--fit devices": ("--model", "toy", "--fit", "devices"),
+        "--sweep": ("--model", "toy", "--sweep", "1k..2k"),
+    }
+    called = call(*asked[question], *options)
+    assert called.code == 2
+    assert called.err.startswith(f"error: {options[0]}: has no meaning with {question}")
+    assert "remove it" in called.err or "ask for --sweep" in called.err
+
+
+def test_two_questions_at_once_are_refused(call):
+    for options in (("--sweep", "1k..2k"), ("--fit", "length")):
+        called = call("--calibrate", "run", *options)
+        assert called.code == 2 and f"{options[0]} and --calibrate: each is a question" in called.err
+
+
+def test_every_option_says_for_which_questions_it_is():
+    options = {name for parameter in get_command(app).commands["plan"].params for name in parameter.opts}
+    assert {name for name in options if name.startswith("--")} - {"--help"} == {
+        name for name in ALLOWED if name.startswith("--")
+    }
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "rule"),
+    [
+        ("--sequences", "1000000000000", "from 1 to 1,048,576"),
+        ("--sequences", "0", "from 1 to 1,048,576"),
+        ("--devices", "0", "from 1 to 1,048,576"),
+        ("--devices", "-3", "from 1 to 1,048,576"),
+        ("--host-memory", "nan", "from 0 to"),
+        ("--host-memory", "inf", "from 0 to"),
+        ("--host-memory", "-1", "from 0 to"),
+        ("--host-disk", "nan", "from 0 to"),
+        ("--data-skew", "nan", "from 1 to 2"),
+        ("--data-skew", "inf", "from 1 to 2"),
+        ("--data-skew", "1e9", "from 1 to 2"),
+        ("--data-skew", "0.5", "from 1 to 2"),
+    ],
+)
+def test_a_number_out_of_its_range_is_refused_with_its_value(call, option, value, rule):
+    more = () if option == "--devices" else ("--devices", "2")
+    called = call("--model", "toy", "--length", "64k", *more, option, value)
+    shown = {"1e9": "1000000000.0", "-1": "-1.0"}.get(value, value)
+    assert called.code == 2 and called.err.startswith(f"error: {option} {shown}: must be ")
+    assert rule in called.err
+
+
+def test_skew_needs_experts_on_several_ranks(call):
+    called = call("--model", "toy", "--length", "64k", "--data-skew", "1.5")
+    assert called.code == 2 and "remove it" in called.err
+    called = call("human_x", "--data-skew", "1.5")
+    assert called.code == 2 and "from 1 to 1, " in called.err
+
+
+REFUSED_BY_TRAIN = [
+    ("parallel.context=3", "parallel.expert=2"),
+    ("parallel.context=3", "parallel.expert=3"),
+    ("parallel.context=2", "parallel.expert=2", "parallel.receive=1"),
+    ("memory.offload=host",),
+    ("memory.optimizer=host",),
+    ("memory.keep_every=9",),
+    ('train.trainable=["router", "mla"]', "model.config=bare.json"),
+    ("train.indexer=sparse", "model.config=bare.json"),
+    ("train.balance=bias", "model.config=bare.json"),
+    ("train.indexer=sparse", "data.length=3"),
+]
+
+
+@pytest.mark.parametrize("settings", REFUSED_BY_TRAIN, ids=str)
+def test_what_train_refuses_is_refused_in_the_same_words(call, monkeypatch, capsys, tmp_path, settings):
+    """`bare.json` has neither experts nor sparse attention."""
+    bare = {"layer_types": ["linear_attention"] * 4, "mlp_layer_types": ["dense"] * 4}
+    bare |= {"indexer_types": ["full"] * 4}
+    (tmp_path / "bare.json").write_text(json.dumps(TOY.to_hf() | bare))
+    (tmp_path / "x.fa").write_text(">a\n" + "ACGT" * 3000 + "\n")
+    (tmp_path / "r.toml").write_text(
+        '[run]\nout = "run"\n[model]\nconfig = "toy"\n[data]\nlength = 4096\ncache = "cache"\n'
+        '[[data.sources]]\npath = "x.fa"\n[train]\nsteps = 1\nlr = 1e-3\n'
+    )
+    sets = [word for setting in settings for word in ("--set", setting)]
+    planned = call("r.toml", *sets)
+    trained = caller(monkeypatch, capsys, "train")("r.toml", *sets, "--dry-run")
+    assert (planned.code, trained.code) == (2, 2)
+    assert planned.err == trained.err.splitlines()[-1] + "\n"
+
+
+def test_a_model_is_held_to_the_same_rules(call, tmp_path):
+    bare = {"layer_types": ["linear_attention"] * 4, "indexer_types": ["full"] * 4}
+    (tmp_path / "bare.json").write_text(json.dumps(TOY.to_hf() | bare))
+    called = call("--model", "bare.json", "--length", "4k", "--trainable", "mla")
+    assert called.code == 2 and 'this model has no parameters in group "mla"; its groups are' in called.err
+    called = call("--model", "toy", "--length", "3", "--trainable", "indexer,mla")
+    assert called.code == 2 and "data.length = 3: no sequence completes a pool of 4 tokens" in called.err
+
+
 def test_what_does_not_fit_ends_with_3_and_says_what_is_missing(call):
     called = call("--model", "glm-5.3-flash-4-layers", "--device", "RTX-4090", "--length", "64k")
     assert called.code == 3
     assert "GiB are missing on a device" in called.err and "largest: " in called.err
-    assert "Does not fit" in called.out
+    assert called.err.endswith("take more or larger devices, or a shorter length\n")
+    assert "Does not fit: " in called.out and "GiB too many on a device." in called.out
+
+
+def test_what_is_short_on_a_host_or_a_disk_is_remedied_there(call, tight):
+    asked = ("--model", "toy", "--device", tight, "--length", "4M")
+    called = call(*asked, "--host-memory", "6.3", "--host-disk", "0")
+    assert called.code == 3 and "on a host (" in called.err and "hosts with more memory" in called.err
+    with_disk = ("human_x", "--set", "data.length=1M", "--set", "memory.offload=disk", "--host-disk", "1")
+    called = call(*with_disk)
+    assert called.code == 3 and "missing on a host's disk" in called.err and "a device" not in called.err
+    assert called.err.endswith(
+        "take more room on that disk, or another for memory.spool, or a shorter length\n"
+    )
+
+
+def test_several_shortages_say_that_their_sum_is_the_least(call):
+    called = call(
+        *("--model", "glm-5.3-flash-4-layers", "--device", "H200", "--length", "8M"),
+        *("--host-memory", "64", "--host-disk", "10"),
+    )
+    assert called.code == 3
+    assert "on a device (" in called.err and "on a host (" in called.err
+    assert "of all levers these leave the least sum over the limits" in called.err
+
+
+def test_no_number_of_devices_that_suffices_is_said(call):
+    called = call("--model", "glm-5.3-flash", "--device", "RTX-4090", "--length", "1M", "--fit", "devices")
+    assert called.code == 3
+    closest = re.search(
+        r"nor on any doubling of it up to 4,096 devices; closest are ([\d,]+), where", called.err
+    )
+    assert closest is not None and f"\n{closest[1].replace(',', '')} x RTX-4090" in called.out
+    assert called.err.endswith("take larger devices, or a shorter length\n")
+
+
+def test_the_longest_sequence_of_a_recipe_leaves_room_for_its_checkpoints(call, monkeypatch):
+    """On a disk with 20 GiB, beside 8 GiB of memory: without them a spool would take all of it."""
+    monkeypatch.setattr("longstrand.cli.plan_asked.this_machine", lambda: Machine(8 * GIB, "a machine"))
+    real = os.statvfs(".")
+    free = 20 * GIB // real.f_frsize
+    monkeypatch.setattr(os, "statvfs", lambda _: os.statvfs_result((*real[:4], free, *real[5:])))
+    called = call("human_x", "--fit", "length")
+    assert called.code == 0 and "no room" not in called.out
+    assert "missing on a host's disk" in " ".join(called.out.split())
+    plan = json.loads(call("human_x", "--fit", "length", "--json").out)
+    assert plan["problems"] == []
+    longest, per_token = plan["length"], plan["files"]["bytes"] / plan["length"]
+    kept = 3 * checkpoint_bytes(Job(TOY, longest, dtype="float32"))
+    assert 0 <= 20 * GIB - kept - plan["files"]["bytes"] < 1024 * 1.01 * per_token
+
+
+def test_what_else_this_host_lacks_is_no_fit(call, monkeypatch):
+    monkeypatch.setattr(
+        "longstrand.cli.plan_asked.this_machine", lambda: Machine(8 * GIB, "a machine", 0, 20)
+    )
+    for question in ((), ("--fit", "length")):
+        called = call("human_x_65k", *question)
+        assert called.code == 3 and "open files" in called.err
+        assert "but this host has no room for the run" in called.out and "Fits: " not in called.out
 
 
 def test_a_recipe_is_planned_as_it_stands_and_told_what_would_fit(call, tight):
@@ -179,7 +377,8 @@ def test_the_longest_sequence_is_shown_with_a_plan_that_fits(call):
         "--model", "glm-5.3-flash-4-layers", "--device", "H200", "--devices", "1", "--fit", "length"
     )
     assert called.code == 0
-    assert "Fits: 139.8 of 139.8 GiB" in called.out and "Does not fit" not in called.out
+    assert "Fits the devices: 139.8 of 139.8 GiB" in called.out and "Does not fit" not in called.out
+    assert re.search(r"Not judged: [\d.,]+ GiB of memory of each host \(--host-memory\)", called.out)
     longest, next_one = (
         int(re.search(rf"{before} ([\d,]+)", called.out)[1].replace(",", ""))
         for before in ("longest sequence is", "; at")
@@ -209,6 +408,15 @@ def test_a_sweep_has_a_row_per_length_and_a_picture(call, tight, tmp_path):
     assert (tmp_path / "s.png").read_bytes()[:4] == b"\x89PNG"
     rows = json.loads(call("--model", "toy", "--device", tight, "--sweep", "16k..1M", "--json").out)
     assert [row["length"] for row in rows] == [16384 * 2**n for n in range(7)]
+    before = (tmp_path / "s.png").read_bytes()
+    refused = call("--model", "toy", "--sweep", "16k..32k", "--picture", "s.png")
+    assert refused.code == 2 and "--picture s.png: exists, and is never overwritten" in refused.err
+    assert (tmp_path / "s.png").read_bytes() == before
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_picture_is_drawn_without_a_warning(call):
+    assert call(*FLASH, "--sweep", "16k..4M", "--picture", "s.svg").code == 0
 
 
 def test_a_written_recipe_loads_says_why_and_plans_the_same(call, tight, tmp_path):
@@ -290,14 +498,53 @@ def test_nothing_is_written_for_what_does_not_fit(call, tmp_path):
 
 
 def test_factors_of_finished_runs_change_the_seconds(call, tmp_path):
-    pytest.importorskip("longstrand.plan.calibrate")
-    asked = ("--model", "toy", "--length", "64k", "--json")
-    before = json.loads(call(*asked).out)["seconds"]
-    factors = {term["name"]: 2.0 for term in before["terms"]}
-    (tmp_path / "mine.json").write_text(json.dumps({"version": 1, "where": "here", "factors": factors}))
-    after = json.loads(call(*asked, "--calibrated", "mine.json").out)["seconds"]
-    assert after["total"] == pytest.approx(2 * before["total"], rel=0.01)
-    assert call(*asked, "--calibrated", "nowhere.json").code == 2
+    asked = ("human_x_65k", "--set", "run.threads=1", "--set", "kernels.cpu=portable")
+    before = json.loads(call(*asked, "--json").out)["seconds"]
+    origin = {"device": "CPU", "device_kind": "cpu", "form": "portable", "dtype": "float32"}
+    origin |= {"ranks": 1, "threads": 1}
+    record = {"version": 2, "fitted_on": origin, "determined": ["scores", "experts"]}
+    record["factors"] = {term["name"]: 2.0 for term in before["terms"]}
+    (tmp_path / "mine.json").write_text(json.dumps(record))
+    asked = (*asked, "--calibrated", "mine.json")
+    called = call(*asked, "--json")
+    after = json.loads(called.out)
+    assert called.err == "" and after["calibrated"]["fitted_on"] == origin
+    assert after["calibrated"]["file"] == "mine.json"
+    assert after["seconds"]["total"] == pytest.approx(2 * before["total"], rel=0.01)
+    measured = {term["name"] for term in after["seconds"]["terms"] if term["evidence"].startswith("measured")}
+    assert measured == {"scores", "experts"}
+    table = " ".join(call(*asked).out.split())
+    assert "calibrated by mine.json, fitted on CPU, portable ops, float32, 1 rank of 1 thread" in table
+    elsewhere = call(*asked, "--set", "run.threads=2", "--json")
+    assert elsewhere.code == 0 and "fitted on 1 rank of 1 thread" in elsewhere.err
+    assert not any(
+        t["evidence"].startswith("measured") for t in json.loads(elsewhere.out)["seconds"]["terms"]
+    )
+    refused = call("--model", "toy", "--length", "64k", "--device", "H200", "--calibrated", "mine.json")
+    assert refused.code == 2 and "and asked for H200 (gpu), portable ops, bfloat16, 1 rank" in refused.err
+
+
+def test_a_calibration_is_printed_as_json_too(call, tmp_path):
+    """Three runs, twice as slow as planned throughout."""
+    for length in (4, 16, 48):
+        run = tmp_path / str(length)
+        run.mkdir()
+        terms = [
+            {"name": "projections", "seconds": 1.0 * length},
+            {"name": "scores", "seconds": 0.05 * length**2},
+        ]
+        plan = {"device": "CPU", "device_kind": "cpu", "form": "native", "dtype": "float32", "ranks": 1}
+        plan |= {"threads": 1, "tokens_per_step": 100 * length, "seconds": {"terms": terms}, "memory": None}
+        (run / "plan.json").write_text(json.dumps(plan))
+        taken = {"tokens": 100 * length, "cpu_seconds": 2.0 * length + 0.1 * length**2}
+        (run / "metrics.jsonl").write_text(json.dumps(taken) + "\n")
+    called = call("--calibrate", "4", "16", "48", "--json", "--write", "f.json")
+    assert called.code == 0 and json.loads(called.out) == json.loads((tmp_path / "f.json").read_text())
+    assert json.loads(called.out)["factors"] == pytest.approx({"projections": 2.0, "scores": 2.0}, rel=0.02)
+    shown = call("--calibrate", "4", "16", "48")
+    assert "CPU, native ops, float32, 1 rank of 1 thread" in shown.out and "-50.0%" in shown.out
+    refused = call("--calibrate", "4", "16", "48", "--write", "f.json")
+    assert refused.code == 2 and "exists, and is never overwritten" in refused.err
     refused = call("--calibrate", "nowhere", "elsewhere")
     assert refused.code == 2 and "nowhere" in refused.err
 

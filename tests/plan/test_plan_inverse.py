@@ -71,7 +71,7 @@ def test_no_sequence_fits_where_the_weights_do_not():
     ],
 )
 def test_one_host_or_device_fewer_than_the_fewest_does_not_fit(job, room):
-    found = fewest_devices(job, room)
+    found = fewest_devices(job, room).plan
     assert found.fits
     number, per_host = found.room.num_devices, room.device.devices_per_host
     fewer = number - (per_host if number > per_host else 1)
@@ -81,7 +81,12 @@ def test_one_host_or_device_fewer_than_the_fewest_does_not_fit(job, room):
 
 def test_no_number_of_devices_holds_what_a_single_one_must():
     found = fewest_devices(toy_job(4096), small_room(2**16))
-    assert not found.fits
+    assert not found.plan.fits
+    assert found.most_tried == 2048  # two tokens each
+    closest, over = found.plan.room.num_devices, sum(found.plan.missing.values())
+    for number in (8, 16, 256, 2048):
+        other = search(toy_job(4096), replace(small_room(2**16), num_devices=number))
+        assert number == closest or sum(other.missing.values()) >= over
 
 
 def test_a_sweep_has_a_plan_per_doubling():
@@ -98,3 +103,9 @@ def test_a_sweep_has_a_plan_per_doubling():
 def test_a_sweep_ascends():
     with pytest.raises(UserError, match="must ascend"):
         doubling_lengths(4096, 1024)
+
+
+def test_a_sweep_is_bounded():
+    assert len(doubling_lengths(1024, 4 * 2**20)) == 13
+    with pytest.raises(UserError, match="has 41 lengths, and at most 13 are planned, up to 4,096 times"):
+        doubling_lengths(1, 2**40)

@@ -85,7 +85,8 @@ def _fewest(asked: Asked, options: Options) -> None:
     problems = _show(plan, asked, options)
     if not plan.fits:
         raise CheckFailed(
-            f"does not fit on any number of up to {most}; the closest are {count(plan.room.num_devices)}, where "
+            f"does not fit on one host, nor on any doubling of it up to {most}; closest are "
+            f"{count(plan.room.num_devices)}, where "
             f"{_missing(plan)}; {_remedy(plan, more=False)}"
         )
     _end(plan, problems)

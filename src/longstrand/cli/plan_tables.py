@@ -122,10 +122,13 @@ def _show_calibrated(plan: Plan, console: Console) -> None:
     fitted = plan.room.fitted
     if fitted is None:
         return
-    console.print(f"  seconds: calibrated by {fitted.file}, fitted on {fitted.origin}", markup=False)
-    kept = [t.name for t in plan.seconds.terms if t.evidence.startswith("estimated")]
+    text = Text(f"seconds: calibrated by {fitted.file}, fitted on {fitted.origin}")
+    console.print(Padding(text, (0, 0, 0, 2)))
+    kept = [term.name for term in plan.seconds.terms if term.evidence.startswith("estimated")]
+    why = "of other ranks or threads" if fitted.is_elsewhere(plan.job) else "not determined by its runs"
     if kept:
-        console.print(f"  seconds: it does not determine {', '.join(kept)}", markup=False)
+        text = Text(f"seconds: {why}, so still estimates: {', '.join(kept)}", "dim")
+        console.print(Padding(text, (0, 0, 0, 2)))
 
 
 def show_levers(plan: Plan, console: Console) -> None:

@@ -43,7 +43,8 @@ class Origin:
     threads: int
 
     def __str__(self) -> str:
-        return f"{self.device} ({self.device_kind}), {self.form} ops, {self.dtype}, {self.spread}"
+        kind = "" if self.device.lower() == self.device_kind else f" ({self.device_kind})"
+        return f"{self.device}{kind}, {self.form} ops, {self.dtype}, {self.spread}"
 
     @property
     def spread(self) -> str:
@@ -104,7 +105,7 @@ class Calibrated:
                 return term
             text = f"{factors[term.name]:.3g} x the estimate, calibrated on {self.origin}"
             if term.name not in self.determined:
-                return replace(term, evidence=f"estimated: {text}, which did not determine this term")
+                return replace(term, evidence=f"estimated: {text}, whose runs did not determine this term")
             return replace(term, evidence=f"{'estimated' if elsewhere else 'measured'}: {text}")
 
         return Seconds(tuple(known(term) for term in seconds.terms))

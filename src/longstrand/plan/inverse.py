@@ -41,7 +41,7 @@ class Fewest:
 
     Attributes:
         plan: on them; where no number suffices, on the one that leaves least over the limits.
-        most_tried: the largest number that was tried.
+        most_tried: the largest number that was tried: one host, doubled.
     """
 
     plan: Plan
@@ -71,7 +71,10 @@ def longest_sequence(job: Job, room: Room) -> Longest | None:
 
 
 def fewest_devices(job: Job, room: Room) -> Fewest:
-    """As few devices as the length fits on: any number up to one host, whole hosts above."""
+    """As few devices as the length fits on: any number up to one host, whole hosts above.
+
+    Hosts are doubled until it fits, and then those between are tried by halves.
+    """
     per_host, over = room.device.devices_per_host, dict[int, int]()
 
     def fits(number: int) -> bool:

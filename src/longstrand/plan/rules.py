@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from longstrand.architecture import DSA, Architecture
-from longstrand.config import GROUPS
 from longstrand.errors import UserError
 from longstrand.plan.job import Job
+from longstrand.plan.parameters import GROUPS
 from longstrand.plan.streams import first_trained_layer, streams_at_once
 
 
