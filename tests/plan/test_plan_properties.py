@@ -1,16 +1,17 @@
 """What any plan of memory must obey, and the ways in which planners are known to be wrong."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planned import REAL, SLICE, TOY, toy_job, with_memory, with_ranks
 
-import longstrand.plan
+from longstrand.architecture import Architecture
 from longstrand.config import parse_length
-from longstrand.plan.devices import GIB, find_device
+from longstrand.model import Model
+from longstrand.plan.devices import find_device
 from longstrand.plan.job import Job
 from longstrand.plan.memory import plan_memory
 from longstrand.plan.streams import streams_at_once
@@ -119,32 +120,43 @@ def slope(job: Job, phase: str) -> float:
 
 
 def test_gradients_of_gathered_buffers_are_counted():
-    """Each rank holds latents and pool keys of the whole sequence, and on the way back their float32 gradients."""
+    """Each rank holds latents and pool keys of the whole sequence, and on the way back their float32 gradients.
+
+    Per token 512 latents and a quarter of a key of 128 in bfloat16 are 1,088 bytes, gradients of the latents 2,048.
+    """
     job = with_memory(with_ranks(Job(REAL, 2**23), context=64), offload="host")
-    pools = REAL.index_head_dim / REAL.index_kpool
-    gathered = REAL.kv_lora_rank * 2 + pools * 2
-    gradient = REAL.kv_lora_rank * 4
-    assert slope(job, "forward") >= gathered
-    assert slope(job, "backward") >= gathered + gradient
+    assert slope(job, "forward") >= 1088
+    assert slope(job, "backward") >= 1088 + 2048
 
 
-def test_shared_experts_are_counted_once():
-    shared = sum(w.num_values for w in Job(REAL, 1024).weights() if "shared_experts" in w.name)
-    layers = REAL.mlp_layer_types.count("sparse")
-    assert shared == layers * REAL.n_shared_experts * 3 * REAL.hidden_size * REAL.moe_intermediate_size
-    none = replace(REAL, n_shared_experts=2)
-    more = sum(w.num_values for w in Job(none, 1024).weights()) - sum(
-        w.num_values for w in Job(REAL, 1024).weights()
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("shared", [1, 2])
+def test_weights_are_those_of_the_model_by_name(shared, tied):
+    """Shared experts are counted once and a head of its own too: each name and size as torch makes it."""
+    shape = replace(TOY, n_shared_experts=shared, tie_word_embeddings=tied)
+    with torch.device("meta"):
+        model = Model(shape)
+    made = {name: tuple(value.shape) for name, value in [*model.named_parameters(), *model.named_buffers()]}
+    assert {weight.name: tuple(weight.shape) for weight in Job(shape, 1024).weights()} == made
+
+
+def test_a_head_and_a_shared_expert_weigh_what_the_published_sizes_say():
+    """A head of 154,880 x 4,096; a shared expert of three matrices of 4,096 x 2,048 in each of 42 layers."""
+
+    def values(shape: Architecture) -> int:
+        return sum(weight.num_values for weight in Job(shape, 1024).weights())
+
+    assert values(REAL) - values(replace(REAL, tie_word_embeddings=True)) == 634_388_480
+    assert values(replace(REAL, n_shared_experts=2)) - values(REAL) == 1_056_964_608
+
+
+def test_a_head_that_learns_has_moments_too():
+    """Per value 2 bytes in bfloat16, a float32 master and two moments: 14."""
+    untied, tied = (
+        total(plan_memory(Job(replace(REAL, tie_word_embeddings=t), 1024)).phases["start"])
+        for t in (False, True)
     )
-    assert more == shared  # a second one costs as much as the first
-
-
-def test_the_head_is_counted_and_a_tied_one_is_not():
-    untied, tied = (Job(replace(REAL, tie_word_embeddings=t), 1024) for t in (False, True))
-    head = REAL.vocab_size * REAL.hidden_size
-    assert sum(w.num_values for w in untied.weights()) - sum(w.num_values for w in tied.weights()) == head
-    start_of = [total(plan_memory(job).phases["start"]) for job in (untied, tied)]
-    assert start_of[0] - start_of[1] >= head * 2  # in bfloat16, and its moments
+    assert untied - tied >= 634_388_480 * 14
 
 
 def test_frozen_weights_have_no_gradients_and_no_moments():
@@ -157,10 +169,8 @@ def test_frozen_weights_have_no_gradients_and_no_moments():
 
 
 def test_memory_is_gib_and_not_gb():
-    b200 = find_device("b200")
-    assert b200.memory_bytes == 178 * 2**30
-    assert round(b200.memory_bytes / 1e9) == 191
-    assert GIB == 1_073_741_824
+    """ "192 GB" on the box; a process sees 178 GiB, which are 191 GB."""
+    assert find_device("b200").memory_bytes == 191_126_044_672
 
 
 def test_bytes_are_whole_numbers_beyond_32_bits():
@@ -173,13 +183,6 @@ def test_bytes_are_whole_numbers_beyond_32_bits():
     inputs = [on_device(plan_memory(job), "layer inputs") for job in jobs]
     assert inputs[0] > 2**32
     assert inputs[1] == pytest.approx(64 * inputs[0], rel=0.05)
-    assert million * REAL.vocab_size == 162_403_450_880 > 2**31  # logits of a million tokens
-    assert 200_000 * 16_384 == 3_276_800_000 > 2**31  # a row's offset in a buffer that wide
-
-
-def test_no_narrow_integer_stands_in_the_planner():
-    sources = [path.read_text() for path in Path(longstrand.plan.__file__).parent.glob("*.py")]
-    assert sources and not any("int32" in text or "np.int_" in text for text in sources)
 
 
 def test_no_plan_grows_with_tokens_times_vocabulary():

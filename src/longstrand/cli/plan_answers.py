@@ -65,7 +65,9 @@ def _longest(asked: Asked, options: Options) -> None:
     longest = longest_sequence(asked.job, asked.room)
     if longest is None:
         shortest = search(replace(asked.job, length=LENGTHS), asked.room)
-        raise CheckFailed(f"not even {LENGTHS:,} tokens fit: {_missing(shortest)}; {_remedy(shortest)}")
+        raise CheckFailed(
+            f"not even {LENGTHS:,} tokens fit: {_missing(shortest)}; {_remedy(shortest, shorter=False)}"
+        )
     problems = _show(longest.plan, asked, options)
     _end(longest.plan, problems)
     after, tokens = longest.next_plan, count(longest.plan.job.length)
@@ -217,15 +219,15 @@ def _missing(found: Plan) -> str:
     return what_is_missing(found) + least
 
 
-def _remedy(found: Plan, *, more: bool = True) -> str:
+def _remedy(found: Plan, *, more: bool = True, shorter: bool = True) -> str:
     """What to take where something is short.
 
     Args:
-        more: whether more devices may help.
+        more, shorter: whether more devices or a shorter length may help.
     """
-    if found.room.is_cpu and "device" in found.missing:
-        return "take a machine with more memory, or a shorter length"
     larger = [_LARGER[place] for place in found.missing]
-    return (
-        f"take {'more or ' * (more and 'file' not in found.missing)}{', '.join(larger)}, or a shorter length"
-    )
+    if found.room.is_cpu and "device" in found.missing:
+        larger = ["a machine with more memory"]
+    elif more and "file" not in found.missing:
+        larger[0] = f"more or {larger[0]}"
+    return f"take {', '.join(larger)}{', or a shorter length' * shorter}"

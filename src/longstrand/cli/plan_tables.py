@@ -179,8 +179,15 @@ def show_sweep(plans: Sequence[Plan], model: str, console: Console) -> None:
         *values, levers = map(escape, row)
         table.add_row(*values, levers.replace(", ", ",\n"))
     console.print(table)
+    _show_calibrated(plans[-1], console)
     if not room.is_cpu:
         console.print(NOT_ON_A_GPU, markup=False)
+    options: dict[Place, str] = {"host": "--host-memory", "file": "--host-disk"}
+    unknown = [
+        f"{PLACES[place]} ({option})" for place, option in options.items() if room.limit(place) is None
+    ]
+    if unknown:
+        console.print(f"Not judged: {' and '.join(unknown)}.", markup=False)
 
 
 def sweep_rows(plans: Iterable[Plan]) -> list[list[str]]:
@@ -301,6 +308,8 @@ def _limit_words(room: Room, place: Place) -> str:
 
 def _seconds(value: float) -> str:
     """With no more digits than an estimate has."""
+    if value < 5e-4:
+        return "0"
     return f"{value:,.{0 if value >= 100 else 1 if value >= 10 else 2 if value >= 1 else 3}f}"
 
 
