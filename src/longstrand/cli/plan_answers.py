@@ -92,7 +92,8 @@ def _fewest(asked: Asked, options: Options) -> None:
             f"{_missing(plan)}; {_remedy(plan, more=False)}"
         )
     _end(plan, problems)
-    _say(f"The fewest are {count(plan.room.num_devices)} devices (whole hosts above one host).", options)
+    number = plan.room.num_devices
+    _say(f"The fewest: {count(number)} device{'s' * (number > 1)} (whole hosts above one host).", options)
     _write(plan, asked, options)
 
 
@@ -225,9 +226,8 @@ def _remedy(found: Plan, *, more: bool = True, shorter: bool = True) -> str:
     Args:
         more, shorter: whether more devices or a shorter length may help.
     """
-    larger = [_LARGER[place] for place in found.missing]
-    if found.room.is_cpu and "device" in found.missing:
-        larger = ["a machine with more memory"]
-    elif more and "file" not in found.missing:
+    names = _LARGER | {"device": "a machine with more memory"} if found.room.is_cpu else _LARGER
+    larger = [names[place] for place in found.missing]
+    if more and not found.room.is_cpu and "file" not in found.missing:
         larger[0] = f"more or {larger[0]}"
     return f"take {', '.join(larger)}{', or a shorter length' * shorter}"
