@@ -73,6 +73,7 @@ def test_it_says_memory_seconds_levers_and_what_was_not_measured(call):
 def test_json_adds_up(call):
     plan = json.loads(call(*FLASH, "--length", "1M", "--json").out)
     assert plan["fits"] and plan["length"] == 2**20
+    assert plan["not_judged_bytes"] == {"host": 24 * 2**30}  # eight processes of 3 GiB
     assert plan["limits_bytes"]["device"] == 178 * 2**30
     peaks = {name: sum(term["bytes"] for term in terms) for name, terms in plan["phases"].items()}
     assert max(peaks.values()) == peaks[plan["peak_phase"]] == plan["device_bytes"]

@@ -16,6 +16,7 @@ from longstrand.cli.plan_asked import Asked, of_model, of_recipe
 from longstrand.cli.plan_options import question_of
 from longstrand.errors import CheckFailed, UserError
 from longstrand.plan.inverse import LENGTHS, doubling_lengths, fewest_devices, longest_sequence, sweep
+from longstrand.plan.room import not_judged
 from longstrand.plan.search import Plan, as_it_stands, search
 from longstrand.plan.summary import as_dict, what_is_missing
 from longstrand.plan.terms import Place
@@ -160,6 +161,7 @@ def _record(found: Plan, asked: Asked) -> dict[str, Any]:
     fitted = found.room.fitted
     return as_dict(found) | {
         "model": asked.found.source,
+        "not_judged_bytes": not_judged(found.job, found.room),
         "calibrated": None if fitted is None else fitted.as_dict(),
     }
 

@@ -15,7 +15,7 @@ from rich.text import Text
 from longstrand.cli.plan import WIDTH
 from longstrand.plan.devices import GIB
 from longstrand.plan.host import HostNeeds, Machine
-from longstrand.plan.room import Room
+from longstrand.plan.room import Room, not_judged
 from longstrand.plan.search import Plan
 from longstrand.plan.summary import (
     COSTS,
@@ -109,13 +109,9 @@ def verdict(plan: Plan, problems: Sequence[str] = ()) -> str:
 
 def _unjudged(plan: Plan) -> str:
     """What is needed where no limit is known."""
-    needs = {place: total(terms_in(plan, place)) for place in ("host", "file")}
-    found = []
-    if plan.room.host_bytes is None and not plan.room.is_cpu:
-        found.append(f"{gib(needs['host'])} GiB of memory of each host (--host-memory)")
-    if plan.room.file_bytes is None and needs["file"]:
-        found.append(f"{gib(needs['file'])} GiB on its disk (--host-disk)")
-    return " and ".join(found)
+    where = {"host": "of memory of each host (--host-memory)", "file": "on each host's disk (--host-disk)"}
+    needs = not_judged(plan.job, plan.room)
+    return " and ".join(f"{gib(num_bytes)} GiB {where[place]}" for place, num_bytes in needs.items())
 
 
 def _show_calibrated(plan: Plan, console: Console) -> None:

@@ -114,6 +114,15 @@ def missing(job: Job, room: Room) -> dict[Place, int]:
     return {place: -left for place, left in _left(job, room).items() if left < 0}
 
 
+def not_judged(job: Job, room: Room) -> dict[Place, int]:
+    """Bytes of a host that are needed where no limit is known."""
+    places: tuple[Place, ...] = ("host", "file")
+    unknown = [
+        place for place in places if room.limit(place) is None and not (room.is_cpu and place == "host")
+    ]
+    return {place: num_bytes for place in unknown if (num_bytes := needed(job, room, place))}
+
+
 def room_left(job: Job, room: Room) -> int:
     """Bytes to the nearest limit; less than 0: to the one that is exceeded most."""
     return min(_left(job, room).values(), default=0)
