@@ -333,6 +333,16 @@ def test_a_recipe_is_planned_as_it_stands_and_told_what_would_fit(call, tight):
     assert call(*recipe, *sets, "--device", tight).code == 0
 
 
+def test_what_would_fit_is_all_that_differs_from_the_recipe(call):
+    """A lever of the recipe that the others exclude is among it: `recompute = false` allows none."""
+    recipe = ["human_x", "--set", "data.length=256k", "--set", "memory.recompute=false", "--host-memory", "1"]
+    called = call(*recipe)
+    assert called.code == 3
+    sets = called.out.partition("It would fit with ")[2].split()
+    assert "memory.recompute=true" in sets
+    assert call(*recipe, *sets).code == 0
+
+
 def test_a_recipe_for_this_machine_is_judged_by_it(call):
     called = call("human_x_65k")
     assert called.code == 0
