@@ -115,6 +115,12 @@ def test_json_adds_up(call):
         (["--model", "toy", "--sweep", "4M..16k"], "must ascend"),
         (["--model", "toy", "--length", "1M", "--picture", "x.svg"], "shows a sweep; add --sweep 16k..4M"),
         (["toy"], "toy: no recipe, but the name of a model's shape; give --model toy"),
+        (["--model", "toy", "--length", ""], "--length : must be a whole number of tokens"),
+        (["--model", "toy", "--length", "1M", "--dtype", ""], "--dtype : must be float32"),
+        (["--model", "toy", "--length", "1M", "--trainable", ""], "--trainable : must be all"),
+        (["--model", "toy", "--length", "1M", "--optimizer", ""], "--optimizer : must be auto"),
+        (["--model", "toy", "--length", "1M", "--device", ""], "--device : no such device or file"),
+        (["--model", "toy", "--fit", ""], "--fit : must be length or devices"),
         (["demo"], "demo: model.path = demo_data/checkpoint: no such file or folder here; give"),
         (
             ["demo"],

@@ -128,10 +128,11 @@ def of_model(options: Options, question: Question) -> Asked:
     if options.length is None and question in ("a plan", "--fit devices"):
         raise UserError("--length: missing; give the tokens of a sequence, such as 1M, or --fit length")
     found, device = find_shape(options.model), _device(options)
-    dtype = options.dtype or _DTYPES[device.kind]
+    dtype = _DTYPES[device.kind] if options.dtype is None else options.dtype
     if dtype not in ("float32", "bfloat16", "float64"):
         raise UserError(f"--dtype {dtype}: must be float32, bfloat16 or float64")
-    groups, num_devices = _groups(options.trainable or "all"), options.devices or 1
+    groups = _groups("all" if options.trainable is None else options.trainable)
+    num_devices = options.devices or 1
     job = Job(
         shape=found.shape,
         length=1024 if options.length is None else tokens_of("--length", options.length),
@@ -173,8 +174,8 @@ def _shape_of(recipe: Recipe, name: str) -> FoundShape:
 
 
 def _device(options: Options) -> Device:
-    device = find_device(options.device or "CPU")
-    optimizer = options.optimizer or "auto"
+    device = find_device("CPU" if options.device is None else options.device)
+    optimizer = "auto" if options.optimizer is None else options.optimizer
     if optimizer not in ("auto", "device", "host"):
         raise UserError(f"--optimizer {optimizer}: must be auto, device or host")
     if device.kind == "cpu" and optimizer == "host":
