@@ -357,6 +357,20 @@ def test_a_recipe_for_this_machine_is_judged_by_it(call):
     assert called.code == 3
 
 
+def test_a_recipe_takes_as_many_threads_as_a_run_would(call, monkeypatch):
+    """Half as many threads take twice as long for what is computed; two ranks share them."""
+    seconds = {}
+    for threads in (1, 4):
+        monkeypatch.setenv("OMP_NUM_THREADS", str(threads))
+        for ranks in (1, 2):
+            sets = ("--set", "run.threads=none", "--set", f"parallel.context={ranks}")
+            plan = json.loads(call("human_x_65k", *sets, "--json").out)
+            terms = {term["name"]: term["seconds"] for term in plan["seconds"]["terms"]}
+            seconds[threads, ranks] = terms["projections"]
+    assert seconds[1, 1] == pytest.approx(4 * seconds[4, 1])
+    assert seconds[1, 2] == pytest.approx(2 * seconds[4, 2])
+
+
 def test_this_host_is_judged_for_a_model_too(call, tight):
     called = call("--model", "toy", "--device", tight, "--length", "64k", "--this-host")
     assert called.code == 0 and "this host" in called.out and "open files per rank" in called.out

@@ -101,7 +101,8 @@ def of_recipe(options: Options, question: Question) -> Asked:
     found = _shape_of(recipe, name)
     job = Job.of(recipe, found.shape, _form(device, recipe.kernels.cpu, recipe.run.dtype), kind=device.kind)
     most_ranks = recipe.parallel.expert if question == "a plan" else found.shape.n_routed_experts
-    job = replace(job, data_skew=_data_skew(options, job, most_ranks))
+    threads = recipe.run.threads or _threads(device, options.devices or job.world)
+    job = replace(job, data_skew=_data_skew(options, job, most_ranks), threads=threads)
     # Any other question chooses ranks and levers itself.
     require_possible(
         job if question == "a plan" else replace(job, memory=MemorySection(), parallel=ParallelSection())
@@ -141,7 +142,7 @@ def of_model(options: Options, question: Question) -> Asked:
         trainable=groups,
         indexer=_indexer(groups),
         form=_form(device, "auto", dtype),
-        threads=max(1, (os.cpu_count() or 1) // num_devices) if device.kind == "cpu" else 1,
+        threads=_threads(device, num_devices),
         kind=device.kind,
     )
     require_possible(job)
@@ -239,6 +240,14 @@ def _indexer(groups: tuple[str, ...]) -> Literal["frozen", "warmup", "sparse"]:
     if "indexer" not in groups:
         return "frozen"
     return "warmup" if groups == ("indexer",) else "sparse"
+
+
+def _threads(device: Device, num_ranks: int) -> int:
+    """Of a rank: the ranks of this machine share those that torch would take."""
+    if device.kind != "cpu":
+        return 1
+    asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
+    return max(1, (int(asked) if asked.isdigit() else os.cpu_count() or 1) // num_ranks)
 
 
 def _groups(text: str) -> tuple[str, ...]:
