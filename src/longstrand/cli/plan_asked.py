@@ -12,9 +12,9 @@ from longstrand.cli.arguments import tokens_of
 from longstrand.cli.plan import Values
 from longstrand.config import GROUPS, Recipe, load_recipe
 from longstrand.errors import UserError
-from longstrand.plan.devices import GIB, find_device
+from longstrand.plan.devices import GIB, Device, find_device
 from longstrand.plan.host import free_bytes, this_machine
-from longstrand.plan.job import Form, Job
+from longstrand.plan.job import Form, Job, threads_of_a_rank
 from longstrand.plan.room import Room
 from longstrand.plan.shapes import FoundShape, find_shape
 
@@ -65,7 +65,8 @@ def of_recipe(values: Values) -> Asked:
     found = find_shape(str(recipe.model.path or recipe.model.config))
     room = _room(values, recipe.parallel.world, Path(recipe.memory.spool or recipe.run.out))
     form = _form(room, recipe.kernels.cpu, recipe.run.dtype)
-    job = Job.of(recipe, found.shape, form, values.data_skew, room.device.kind)
+    threads = _threads_here(room.device)
+    job = Job.of(recipe, found.shape, form, values.data_skew, room.device.kind, threads)
     return Asked(job, room, found, recipe, room.is_cpu or values.this_host)
 
 
@@ -100,10 +101,18 @@ def of_model(values: Values, *, needs_length: bool) -> Asked:
         indexer=_indexer(groups),
         form=_form(room, "auto", dtype),
         data_skew=values.data_skew,
-        threads=max(1, (os.cpu_count() or 1) // room.num_devices) if room.is_cpu else 1,
+        threads=threads_of_a_rank(None, room.num_devices, _threads_here(room.device)) if room.is_cpu else 1,
         kind=room.device.kind,
     )
     return Asked(job, room, found, None, values.this_host)
+
+
+def _threads_here(device: Device) -> int | None:
+    """Threads that torch starts with on this machine, where it is the device; None: one for each core."""
+    if not device.is_this_cpu:
+        return 1
+    number = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
+    return int(number) if number.isdigit() and int(number) else None
 
 
 def _indexer(groups: tuple[str, ...]) -> Literal["frozen", "warmup", "sparse"]:

@@ -37,6 +37,15 @@ class Device(Record):
     def memory_bytes(self) -> int:
         return int(self.memory_gib * GIB)
 
+    @property
+    def is_this_cpu(self) -> bool:
+        """Whether it is the machine that plans: a CPU that says no memory of its own."""
+        return self.kind == "cpu" and not self.memory_bytes
+
+    def ranks_of_a_host(self, num_ranks: int) -> int:
+        """Of so many ranks those that share a host; processes of this CPU are all on one machine."""
+        return num_ranks if self.is_this_cpu else min(num_ranks, self.devices_per_host)
+
 
 def devices() -> dict[str, Device]:
     """The built-in ones, by name."""

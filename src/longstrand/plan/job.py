@@ -50,18 +50,17 @@ class Job:
     kind: Literal["cpu", "gpu"] = "cpu"
 
     def __post_init__(self) -> None:
-        most = most_skewed(self.shape)
-        if not 1 <= self.data_skew <= most + SKEW_ROUNDING:
-            raise UserError(
-                f"--data-skew {self.data_skew:g}: must be from 1 to {most:.2f}, "
-                + (
-                    f"the {self.shape.n_routed_experts} experts over the {self.shape.num_experts_per_tok} of a token: "
-                    "no rank can receive more of all rows than one for each of its experts that a token can choose; "
-                    "take what longstrand probe measures"
-                    if most > 1
-                    else "since this model has no routed experts; remove it"
-                )
+        most, shape = most_skewed(self.shape), self.shape
+        if 1 <= self.data_skew <= most + SKEW_ROUNDING:
+            return
+        rule = "must be 1: this model has no routed experts; remove it"
+        if most > 1:
+            rule = (
+                f"must be from 1 to {most:.2f}: a token chooses {shape.num_experts_per_tok} of "
+                f"{shape.n_routed_experts} experts, so that a rank receives no more than so many times the mean; take "
+                "what longstrand probe measures"
             )
+        raise UserError(f"--data-skew {self.data_skew:g}: {rule}")
 
     @classmethod
     def of(
@@ -77,17 +76,9 @@ class Job:
 
         Args:
             started_threads: as of `threads_of_a_rank`.
-
-        Raises:
-            UserError: `data_skew` is more than the recipe's expert ranks, or this model's experts, can have.
         """
-        train, ranks = recipe.train, recipe.parallel.expert
-        if data_skew > ranks + SKEW_ROUNDING:
-            raise UserError(
-                f"--data-skew {data_skew:g}: must be at most parallel.expert = {ranks}, since the busiest of so many "
-                "ranks can receive no more than all rows; take what longstrand probe measures for these ranks, or "
-                "set parallel.expert"
-            )
+        train, parallel = recipe.train, recipe.parallel
+        own = threads_of_a_rank(recipe.run.threads, parallel.world, started_threads)
         return cls(
             shape=shape,
             length=recipe.data.length,
@@ -97,12 +88,10 @@ class Job:
             indexer=train.indexer,
             balance=train.balance,
             memory=recipe.memory,
-            parallel=recipe.parallel,
+            parallel=parallel,
             form=form,
             data_skew=data_skew,
-            threads=threads_of_a_rank(recipe.run.threads, recipe.parallel.world, started_threads)
-            if kind == "cpu"
-            else 1,
+            threads=own if kind == "cpu" else recipe.run.threads or 1,
             kind=kind,
         )
 
@@ -138,7 +127,7 @@ class Job:
         return -(-self.sequences_per_step // self.parallel.data)
 
     def shards(self, weight: Weight) -> bool:
-        """Whether ranks hold parts of it; what stays float32 in a narrower model is whole on each, and so is a buffer."""
+        """Whether ranks hold parts of it: a buffer is whole on each, and so is what stays float32 beside bfloat16."""
         return not weight.is_buffer and weight.itemsize == self.itemsize
 
     def trains(self, parameter: str) -> bool:
@@ -173,7 +162,7 @@ def threads_of_a_rank(given: int | None, ranks: int, started: int | None = None)
 
 
 def most_skewed(shape: Architecture) -> float:
-    """The most that the busiest expert rank can receive, over the mean, however many ranks there are; 1 without experts.
+    """The most that the busiest expert rank can receive, over the mean of any number of ranks; 1 without experts.
 
     A token chooses A different ones of E experts, so that a rank with k of them receives at most min(k, A) of its A
     rows, and k / E of them are the mean.

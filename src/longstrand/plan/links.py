@@ -166,7 +166,7 @@ def _gatherings(times: LayerPasses) -> int:
 
 
 def _gradients(passes: Passes) -> float:
-    """Summed in float32 or wider: each rank receives its rows' of a weight that is cut, and of a whole one all, twice."""
+    """Summed in float32 or wider: of a weight that is cut a rank receives its rows', of a whole one all, twice."""
     total = 0.0
     for weight in passes.weights:
         share, holders = _shared(weight, passes.job)

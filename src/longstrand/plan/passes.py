@@ -64,7 +64,10 @@ class Passes:
         groups = [range(start, start + every) for start in range(self.first, layers, every)[:-1]]
         back = [[index for index in group if self._goes_back(index)] for group in groups]
         return frozenset(
-            index for group, own in zip(groups, back, strict=True) if own for index in range(group[0], own[-1])
+            index
+            for group, own in zip(groups, back, strict=True)
+            if own
+            for index in range(group[0], own[-1])
         )
 
     @property

@@ -73,7 +73,8 @@ def job_of(recipe: Recipe, shape: Architecture, device: torch.device) -> Job:
     if device.type != "cpu":
         return Job.of(recipe, shape, "portable", kind="gpu")
     native = native_state().used and getattr(torch, recipe.run.dtype) in SUFFIX
-    return Job.of(recipe, shape, "native" if native else "portable")
+    threads = torch.get_num_threads()
+    return Job.of(recipe, shape, "native" if native else "portable", started_threads=threads)
 
 
 def planned_device(device: torch.device) -> Device | None:
