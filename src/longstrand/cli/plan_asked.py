@@ -14,7 +14,7 @@ from longstrand.config import GROUPS, Recipe, load_recipe
 from longstrand.errors import UserError
 from longstrand.plan.devices import GIB, Device, find_device
 from longstrand.plan.host import free_bytes, this_machine
-from longstrand.plan.job import Form, Job, threads_of_a_rank
+from longstrand.plan.job import Form, Job, cores_here, threads_of_a_rank
 from longstrand.plan.room import Room
 from longstrand.plan.shapes import FoundShape, find_shape
 
@@ -108,11 +108,11 @@ def of_model(values: Values, *, needs_length: bool) -> Asked:
 
 
 def _threads_here(device: Device) -> int | None:
-    """Threads that torch starts with on this machine, where it is the device; None: one for each core."""
+    """Threads that torch starts with on this machine, where it is the device: one for each core, or fewer if told."""
     if not device.is_this_cpu:
         return 1
     number = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
-    return int(number) if number.isdigit() and int(number) else None
+    return min(int(number), cores_here()) if number.isdigit() and int(number) else None
 
 
 def _indexer(groups: tuple[str, ...]) -> Literal["frozen", "warmup", "sparse"]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from pathlib import Path
 from typing import Literal
 
 from longstrand.architecture import Architecture
@@ -155,10 +156,18 @@ def threads_of_a_rank(given: int | None, ranks: int, started: int | None = None)
     Args:
         given: `run.threads`.
         ranks: on this machine.
-        started: threads that torch starts with here (OMP_NUM_THREADS); None: a core each.
+        started: threads that torch starts with here; None: one for each core.
     """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return given or max(1, (started or cores) // ranks)
+    return given or max(1, (started or cores_here()) // ranks)
+
+
+def cores_here() -> int:
+    """Cores that this process may use; of each one torch takes one thread, whatever its hyperthreads."""
+    if not hasattr(os, "sched_getaffinity"):
+        return os.cpu_count() or 1
+    topology = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
+    files = {number: Path(topology.format(number)) for number in os.sched_getaffinity(0)}
+    return len({file.read_text() if file.is_file() else str(number) for number, file in files.items()})
 
 
 def most_skewed(shape: Architecture) -> float:

@@ -7,6 +7,7 @@ from longstrand.plan.exchanges import Received, dsa_received, kda_received, moe_
 from longstrand.plan.job import Job, Weight
 from longstrand.plan.operations import Work
 from longstrand.plan.passes import LayerPasses, Passes
+from longstrand.wording import three_digits
 
 
 def exchange_work(passes: Passes) -> list[Work]:
@@ -24,7 +25,11 @@ def exchange_work(passes: Passes) -> list[Work]:
         if expert > 1 and job.shape.mlp_layer_types[layer] == "sparse":
             totals["tokens"] += _moved(_tokens(passes), times) * job.skew
     n = job.passes
-    why = f"the busiest rank: {job.skew:.3g} x the mean" if job.skew > 1 else "each to its experts and back"
+    why = (
+        f"the busiest rank: {three_digits(job.skew)} x the mean"
+        if job.skew > 1
+        else "each to its experts and back"
+    )
     found = [
         Work("KDA summaries", totals["summaries"] * n, "link", f"all-to-all over {context}", context),
         Work(
@@ -48,7 +53,7 @@ def offload_work(passes: Passes) -> Work | None:
     read, written = moved_streams(passes)
     stream = job.shape.hc_mult * job.shape.hidden_size * job.itemsize * passes.tokens * job.passes
     rate, streams = ("host link", max(read, written)) if offload == "host" else ("disk", read + written)
-    why = f"a layer input's size {read:,.3g} times read, {written:,.3g} times written"
+    why = f"a layer input's size {three_digits(read)} times read, {three_digits(written)} times written"
     return Work(f"offload to {offload}", streams * stream, rate, why)
 
 

@@ -22,6 +22,7 @@ from longstrand.plan.products import (
     mean_attended,
     mhc_terms,
 )
+from longstrand.wording import operations
 
 CHUNK = 16
 """Tokens that the delta rule computes at once (ops/kda)."""
@@ -71,7 +72,7 @@ def product_work(passes: Passes) -> list[Work]:
     totals["head"] = head * (1 + passes.whole + trains * (3 + ("head" in passes.trained_groups)))
     tokens = passes.tokens * job.passes
     return [
-        Work(kind, per_token * tokens, kind, f"{per_token / 1e9:,.3g} GFLOP per token")
+        Work(kind, per_token * tokens, kind, f"{operations(per_token)} per token")
         for kind, per_token in totals.items()
     ]
 
