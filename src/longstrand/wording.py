@@ -92,6 +92,24 @@ def size_bytes(value: float) -> str:
     return f"{number(value, 2)} GiB"
 
 
+def operations(value: float) -> str:
+    """Floating-point operations with three digits, in the unit that leaves one to four before the point."""
+    units = ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP", "EFLOP")
+    for unit in units[:-1]:
+        if abs(value) < 999.5:
+            return f"{three_digits(value)} {unit}"
+        value /= 1000
+    return f"{three_digits(value)} {units[-1]}"
+
+
+def three_digits(value: float) -> str:
+    """A positive number with three digits that count, thousands separated, and no exponent."""
+    if not math.isfinite(value) or value == 0:
+        return "0" if value == 0 else "not finite"
+    digits = 2 - math.floor(math.log10(abs(value)))
+    return f"{round(value, digits):,.{max(0, digits)}f}"
+
+
 def duration(seconds: float) -> str:
     """Seconds as the two largest units."""
     whole = round(seconds)

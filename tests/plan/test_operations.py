@@ -121,11 +121,13 @@ def test_ranks_share_the_work_and_the_busiest_has_the_skewed_experts():
         for c, e in ((1, 1), (16, 8))
     )
     whole, part = _amounts(one), _amounts(many)
-    for kind in ("experts", "scores", "attention", "head"):
+    for kind in ("scores", "attention", "head"):
         assert part[kind] == pytest.approx(whole[kind] / 16)
+    routed = 42 * 8 * 6 * 4096 * 2048 * MILLION / 16  # once, in the 42 layers that have them
+    # Forward, again with its tile, again with its round, and back for rows and weights.
+    assert part["experts"] == pytest.approx(whole["experts"] / 16 + routed)
     skewed = _amounts(dataclasses.replace(many, data_skew=4.0))
-    dense = 3 * 4 * 6 * 4096 * 12288 * MILLION / 16  # layers 0 to 2 are dense: three products, four times
-    assert skewed["experts"] - dense == pytest.approx(4 * (part["experts"] - dense))
+    assert skewed["experts"] - part["experts"] == pytest.approx(3 * 5 * routed)
     assert skewed["projections"] == part["projections"]
 
 
@@ -213,12 +215,12 @@ def test_the_optimizer_passes_over_what_this_rank_trains():
     assert {w.rate for w in memory_work(Passes(host)) if w.name == "optimizer"} == {"host memory"}
 
 
-def test_layer_inputs_that_leave_are_read_three_times():
-    """7 layers, 6 inputs above the first; 4 streams of 4,096 values in bfloat16."""
+def test_layer_inputs_of_kda_are_read_three_times():
+    """7 layers, 6 inputs above the first; 4 streams of 4,096 values in bfloat16; of the last mean one of them."""
     shape = dataclasses.replace(architecture("KKKKKKK"), hidden_size=4096)
     host = offload_work(Passes(Job(shape, 1000, memory=MemorySection(offload="host"))))
     assert host is not None
-    assert host.amount == 6 * 3 * 4 * 4096 * 2 * 1000
+    assert host.amount == (6 * 3 * 4 + 1) * 4096 * 2 * 1000
     assert offload_work(Passes(Job(shape, 1000))) is None
 
 
@@ -234,8 +236,10 @@ def test_one_rank_exchanges_nothing_and_many_what_their_layers_do():
     rows = 42 * MILLION / 64 * 8 * 31 / 32 * 7 * 4096 * 2  # 2 forward, 5 backward
     assert found["MoE tokens"].amount == pytest.approx(4 * rows)
     experts = 42 * 288 * 3 * 4096 * 2048
-    others = sum(w.num_values for w in job.weights() if w.trains and not w.is_expert)
-    reduced = experts / 32 * 4 / 2 + others * 4 * 63 / 64  # two ranks hold the same nine experts
+    others = [(w.num_values, w.itemsize) for w in job.weights() if w.trains and not w.is_expert]
+    cut, whole = (sum(number for number, size in others if size == itemsize) for itemsize in (2, 4))
+    # Two ranks hold the same nine experts; what stays float32 lies on all, and is summed for all.
+    reduced = experts / 32 * 4 / 2 + (cut + 2 * whole) * 4 * 63 / 64
     assert found["gradients reduced"].amount == pytest.approx(reduced)
     assert found["gradients reduced"].span == 64
     assert found["MoE tokens"].span == 32

@@ -41,11 +41,25 @@ def test_what_a_rank_pins_is_exact_and_shown_beside_what_rounding_would_take():
     job = with_memory(with_ranks(Job(REAL, 8 * 73_728), context=8), offload="host")
     pinned = pinned_by(job)
     assert pinned is not None
-    assert pinned.rounded == pinned.num_streams * 4 * GIB + GIB
-    stream = 73_728 * 4 * 4096 * 2
-    assert pinned.num_streams == 44
-    assert 0.99 < pinned.exact / (44 * stream) < 1.01 + 1 / 44
+    # The inputs of 44 layers, the middle of one's way back, since ranks share the sequence, and 9/16 GiB of mean.
+    assert pinned.num_streams == 45
+    assert pinned.exact == 45 * 2.25 * GIB + 0.5625 * GIB
+    assert pinned.rounded == 45 * 4 * GIB + 1 * GIB
     assert pinned_by(with_memory(job, offload="disk")) is None
+
+
+@pytest.mark.parametrize("tokens", [3, 1000, 2**15 - 1, 2**15, 2**15 + 1])
+@pytest.mark.parametrize("context", [1, 2])
+def test_a_block_that_is_rounded_is_never_smaller_than_an_exact_one(tokens, context):
+    """Tiles of 7 tokens take whole pages: 4 x 128 values of 4 bytes each are 3.5 pages, the mean's less than one."""
+    job = with_memory(with_ranks(toy_job(context * tokens), context=context), offload="host", tile=7)
+    pinned = pinned_by(job)
+    assert pinned is not None
+    assert pinned.rounded >= pinned.exact
+    if tokens == 1000 and context == 1:  # 143 tiles, 4 pages of a stream and 1 of the mean
+        per_stream = 143 * 4 * 4096
+        assert pinned.exact == pinned.num_streams * per_stream + 143 * 4096
+        assert pinned.rounded == pinned.num_streams * 4 * 2**20 + 2**20
 
 
 def test_a_host_holds_what_all_of_its_ranks_do():

@@ -2,6 +2,7 @@
 
 import json
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -159,6 +160,7 @@ def test_a_model_on_a_gpu_is_planned_as_on_a_gpu(tmp_path, monkeypatch):
     job = planning.job_of(recipe, shape, device)
     assert (job.kind, job.form) == ("gpu", "portable")
     monkeypatch.setattr(planning, "_name", lambda _: "NVIDIA H200")
+    monkeypatch.setattr(planning, "_memory_bytes", lambda _: 143_771 * 2**20)
     plan = planning.plan_of(recipe, shape, device)
     assert (plan["device"], plan["device_kind"], plan["form"]) == ("H200", "gpu", "portable")
     assert "allocator slack" in {term["name"] for term in plan["memory"]["phases"]["backward"]}
@@ -179,20 +181,50 @@ def test_what_the_planner_refuses_is_written_and_ends_no_run(tmp_path, monkeypat
 
 def test_a_device_that_no_one_knows_has_bytes_and_no_seconds(run, monkeypatch):
     cuda = torch.device("cuda", 0)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA GTX 970")
+    pretend_device(monkeypatch, "NVIDIA GTX 970", 3.9)
     plan = plan_of(
         recipe_in(run.parent), load_model(run.parent / "tiny.json", torch.float32).architecture, cuda
     )
     assert plan["seconds"] is None
     assert plan["form"] == "portable"
-    assert "NVIDIA GTX 970 is not one of B200" in plan["problems"][0]
-    for name, known in [
-        ("NVIDIA H200", "H200"),
-        ("NVIDIA H100 80GB HBM3", "H100-80"),
-        ("NVIDIA GeForce RTX 4090", "RTX-4090"),
-    ]:
-        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
-        assert planned_device(cuda).name == known
+    assert "NVIDIA GTX 970 with 3.9 GiB is not one of B200" in plan["problems"][0]
+
+
+def pretend_device(monkeypatch, name, gib):
+    """A CUDA device as torch names and measures it."""
+    properties = SimpleNamespace(total_memory=int(gib * 2**30))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+
+
+@pytest.mark.parametrize(
+    ("name", "gib", "known"),
+    [
+        ("NVIDIA H200", 140.4, "H200"),
+        ("NVIDIA H200 NVL", 140.4, None),
+        ("NVIDIA GH200 480GB", 94.5, None),
+        ("NVIDIA B200", 178.4, "B200"),
+        ("NVIDIA GB200", 184.0, None),
+        ("NVIDIA H100 80GB HBM3", 79.1, "H100-80"),
+        ("NVIDIA H100 80GB HBM3 MIG 3g.40gb", 39.5, None),
+        ("NVIDIA H100 PCIe", 79.1, None),
+        ("NVIDIA H100 NVL", 93.1, None),
+        ("NVIDIA A100-SXM4-80GB", 79.2, "A100-80"),
+        ("NVIDIA A100-SXM4-40GB", 39.4, None),
+        ("NVIDIA A100 80GB PCIe", 79.2, None),
+        ("NVIDIA A100-PCIE-40GB", 39.4, None),
+        ("NVIDIA L40S", 44.4, "L40S"),
+        ("NVIDIA L40", 44.4, None),
+        ("NVIDIA GeForce RTX 4090", 23.6, "RTX-4090"),
+        ("NVIDIA GeForce RTX 4090 D", 23.6, None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", 15.9, None),
+        ("NVIDIA GeForce RTX 5090", 31.4, "RTX-5090"),
+    ],
+)
+def test_a_device_is_known_by_its_whole_name_and_its_memory(monkeypatch, name, gib, known):
+    pretend_device(monkeypatch, name, gib)
+    found = planned_device(torch.device("cuda", 0))
+    assert (found.name if found else None) == known
 
 
 def test_a_process_without_a_step_leaves_the_file_as_it_is(run):

@@ -26,7 +26,7 @@ from longstrand.plan.host import (
     shortages,
     this_machine,
 )
-from longstrand.plan.job import Form, Job
+from longstrand.plan.job import Form, Job, cores_here, threads_of_a_rank
 from longstrand.plan.room import Room
 from longstrand.plan.rules import require_possible
 from longstrand.plan.shapes import FoundShape, built_in_shapes, find_shape
@@ -101,8 +101,8 @@ def of_recipe(options: Options, question: Question) -> Asked:
     found = _shape_of(recipe, name)
     job = Job.of(recipe, found.shape, _form(device, recipe.kernels.cpu, recipe.run.dtype), kind=device.kind)
     most_ranks = recipe.parallel.expert if question == "a plan" else found.shape.n_routed_experts
-    threads = recipe.run.threads or _threads(device, options.devices or job.world)
-    job = replace(job, data_skew=_data_skew(options, job, most_ranks), threads=threads)
+    threads = _threads(recipe.run.threads, device, options.devices or job.world)
+    job = replace(job, data_skew=_data_skew(options, most_ranks), threads=threads)
     # Any other question chooses ranks and levers itself.
     require_possible(
         job if question == "a plan" else replace(job, memory=MemorySection(), parallel=ParallelSection())
@@ -142,13 +142,13 @@ def of_model(options: Options, question: Question) -> Asked:
         trainable=groups,
         indexer=_indexer(groups),
         form=_form(device, "auto", dtype),
-        threads=_threads(device, num_devices),
+        threads=_threads(None, device, num_devices),
         kind=device.kind,
     )
     require_possible(job)
     most_ranks = found.shape.n_routed_experts
     most_ranks = most_ranks if question == "--fit devices" else min(most_ranks, num_devices)
-    job = replace(job, data_skew=_data_skew(options, job, most_ranks))
+    job = replace(job, data_skew=_data_skew(options, most_ranks))
     here = _place(options, None) if device.kind == "cpu" or options.this_host else None
     return Asked(job, _room(options, device, job, here), found, None, here if options.this_host else None)
 
@@ -186,13 +186,11 @@ def _device(options: Options) -> Device:
     return device
 
 
-def _data_skew(options: Options, job: Job, most_ranks: int) -> float:
+def _data_skew(options: Options, most_ranks: int) -> float:
     """At most all tokens go to one of the ranks that share the experts."""
     skew = options.data_skew
     if skew is None:
         return 1.0
-    if "sparse" not in job.shape.mlp_layer_types:
-        raise UserError(f"--data-skew {skew}: this model has no experts; remove it")
     if not 1 <= skew <= most_ranks:  # NaN is in no range
         rule = f"must be from 1 to {most_ranks}, where one of the ranks that share the experts has all tokens"
         remedy = "remove it" if most_ranks == 1 else "take it from longstrand probe"
@@ -242,12 +240,13 @@ def _indexer(groups: tuple[str, ...]) -> Literal["frozen", "warmup", "sparse"]:
     return "warmup" if groups == ("indexer",) else "sparse"
 
 
-def _threads(device: Device, num_ranks: int) -> int:
-    """Of a rank: the ranks of this machine share those that torch would take."""
-    if device.kind != "cpu":
-        return 1
-    asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
-    return max(1, (int(asked) if asked.isdigit() else os.cpu_count() or 1) // num_ranks)
+def _threads(given: int | None, device: Device, num_ranks: int) -> int:
+    """Of a rank: on this machine its share of those that torch starts with, one for each core or fewer if told."""
+    if not device.is_this_cpu:
+        return given or 1
+    told = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
+    started = min(int(told), cores_here()) if told.isdigit() and int(told) else None
+    return threads_of_a_rank(given, num_ranks, started)
 
 
 def _groups(text: str) -> tuple[str, ...]:

@@ -26,6 +26,7 @@ from longstrand.plan.summary import (
     reason,
     setting,
     terms_in,
+    threads_of,
 )
 from longstrand.plan.terms import Place, Term, total
 from longstrand.wording import count, duration, short_tokens
@@ -84,7 +85,7 @@ def headline(plan: Plan, model: str) -> str:
     one_line = len(model) + 2 + len(asked) <= WIDTH
     return (
         f"{model}:{' ' if one_line else LINE}{asked}\n"
-        f"{room.num_devices} x {room.device.name}{hosts}: data {mesh.data} x context {mesh.context}, "
+        f"{room.num_devices} x {room.device.name}{hosts}{threads_of(plan)}: data {mesh.data} x context {mesh.context}, "
         f"expert {mesh.expert}{beyond}"
     )
 

@@ -78,8 +78,8 @@ class Demand:
         return tuple(min(self.tile, n - start) for n in segments for start in range(0, n, self.tile))
 
     def slot_bytes(self, row: tuple[int, ...]) -> int:
-        """Exact bytes of one tile, rounded up to whole pages."""
-        tokens = min(self.tile, self.num_tokens)
+        """Exact bytes of the largest tile, rounded up to whole pages."""
+        tokens = max(self.tile_tokens, default=0)
         return -(-tokens * prod(row) * self.dtype.itemsize // PAGE) * PAGE
 
     @property

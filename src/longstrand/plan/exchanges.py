@@ -37,27 +37,37 @@ def kda_received(shape: Architecture, segments: int, ranks: int, itemsize: int, 
 
 
 def dsa_received(
-    latents: int, keys: int, ranks: int, itemsize: int, wide: int, *, indexer_learns: bool
+    latents: int,
+    keys: int,
+    ranks: int,
+    itemsize: int,
+    wide: int,
+    *,
+    indexer_learns: bool,
+    recompute: bool = True,
 ) -> Received:
     """Of a DSA layer: latents and pool keys are gathered in each direction, and their gradients summed.
 
     Args:
         latents: values of all latents of the whole sequence.
         keys: values of all its pool keys.
+        recompute: whether backward gathers them again; otherwise they have stayed.
     """
     gathered = (latents + keys) * itemsize
     summed = (latents + keys * indexer_learns) * wide
     return {
         (LATENTS, "forward"): gathered * (ranks - 1) // ranks,
-        (LATENTS, "backward"): (gathered + summed) * (ranks - 1) // ranks,
+        (LATENTS, "backward"): (gathered * recompute + summed) * (ranks - 1) // ranks,
     }
 
 
-def moe_received(shape: Architecture, tokens: int, ranks: int, itemsize: int) -> Received:
-    """Of a MoE layer, as if tokens chose experts evenly: rows to their experts and back; backward five times.
+def moe_received(
+    shape: Architecture, tokens: int, ranks: int, itemsize: int, *, recompute: bool = True
+) -> Received:
+    """Of a MoE layer, as if tokens chose experts evenly: rows to their experts and back; backward five times, or three.
 
-    Backward: the tile's forward once more (2), rows and the gradients of their outputs there (2), those of the rows
-    back (1).
+    Backward: with recompute the tile's forward once more (2); rows and the gradients of their outputs there (2), those
+    of the rows back (1).
 
     Args:
         tokens: of this rank.
@@ -65,4 +75,4 @@ def moe_received(shape: Architecture, tokens: int, ranks: int, itemsize: int) ->
     """
     row = shape.hidden_size * itemsize
     away = tokens * shape.num_experts_per_tok * (ranks - 1) // ranks
-    return {(TOKENS, "forward"): 2 * away * row, (TOKENS, "backward"): 5 * away * row}
+    return {(TOKENS, "forward"): 2 * away * row, (TOKENS, "backward"): (3 + 2 * recompute) * away * row}

@@ -14,6 +14,7 @@ from longstrand.plan.job import Job
 from longstrand.plan.room import Room, file_terms, host_terms, memory_of
 from longstrand.plan.streams import first_trained_layer, streams_at_once
 from longstrand.plan.terms import Term, total
+from longstrand.plan.walk import INPUTS, MEAN
 
 _CGROUPS = Path("/sys/fs/cgroup")
 
@@ -48,8 +49,8 @@ class Pinned:
 
     Attributes:
         exact: one block of the bytes of its slots, as `memory/host.py` pins it.
-        rounded: what an allocator takes that rounds a block per stream up to a power of two.
-        num_streams: blocks of that allocator.
+        rounded: what an allocator takes that rounds a block per stream, of as many bytes, up to a power of two.
+        num_streams: blocks of that allocator beside that of the mean.
     """
 
     exact: int
@@ -124,17 +125,12 @@ def pinned_by(job: Job) -> Pinned | None:
     """Host memory of `offload = "host"`: exactly, and as blocks of powers of two would take it."""
     if job.memory.offload != "host":
         return None
-    exact = sum(
-        term.num_bytes
-        for term in memory_of(job).elsewhere
-        if term.place == "host" and term.name in ("layer inputs", "last mean")
-    )
-    layers = job.shape.num_hidden_layers
-    streams = streams_at_once(layers, first_trained_layer(job), job.memory.keep_every)
-    tokens = -(-job.length // job.parallel.context)
-    mean = tokens * job.shape.hidden_size * job.itemsize
-    rounded = streams * power_of_two(job.shape.hc_mult * mean) + power_of_two(mean)
-    return Pinned(exact, rounded, streams)
+    slots = {term.name: term.num_bytes for term in memory_of(job).elsewhere if term.place == "host"}
+    inputs, mean = slots[INPUTS], slots[MEAN]
+    at_once = streams_at_once(job.shape.num_hidden_layers, first_trained_layer(job), job.memory.keep_every)
+    streams = at_once + (job.parallel.context > 1)  # the middle of a layer's way back
+    rounded = streams * power_of_two(-(-inputs // streams)) + power_of_two(mean)
+    return Pinned(inputs + mean, rounded, streams)
 
 
 def power_of_two(num_bytes: int) -> int:

@@ -7,6 +7,7 @@ from longstrand.plan.exchanges import Received, dsa_received, kda_received, moe_
 from longstrand.plan.job import Job, Weight
 from longstrand.plan.operations import Work
 from longstrand.plan.passes import LayerPasses, Passes
+from longstrand.wording import three_digits
 
 
 def exchange_work(passes: Passes) -> list[Work]:
@@ -22,12 +23,11 @@ def exchange_work(passes: Passes) -> list[Work]:
         if context > 1 and kind == DSA:
             totals["latents"] += _moved(_latents(job), times)
         if expert > 1 and job.shape.mlp_layer_types[layer] == "sparse":
-            received = moe_received(job.shape, int(passes.tokens), expert, job.itemsize)
-            totals["tokens"] += _moved(received, times) * job.data_skew
+            totals["tokens"] += _moved(_tokens(passes), times) * job.skew
     n = job.passes
     why = (
-        f"the busiest rank: {job.data_skew:g} x the mean"
-        if job.data_skew > 1
+        f"the busiest rank: {three_digits(job.skew)} x the mean"
+        if job.skew > 1
         else "each to its experts and back"
     )
     found = [
@@ -43,19 +43,71 @@ def exchange_work(passes: Passes) -> list[Work]:
 
 
 def offload_work(passes: Passes) -> Work | None:
-    """Layer inputs that leave the device: written and read forward, read backward, and dx written and read.
+    """Layer inputs, their gradients and the last mean, as they leave the device and come back.
 
-    Reads go one way and writes the other at the same time, so the three reads of R D e bytes per token and layer count.
+    To a host both ways are used at once, so the larger counts; a disk's reads and writes share its rate.
     """
-    job, offload, shape = passes.job, passes.job.memory.offload, passes.job.shape
+    job, offload = passes.job, passes.job.memory.offload
     if offload == "none":
         return None
-    stream = shape.hc_mult * shape.hidden_size * job.itemsize
-    above = shape.num_hidden_layers - 1
-    reads = sum(1 + passes.of(layer).back * 2 + (layer in passes.rebuilt) for layer in range(above))
-    amount = reads * stream * passes.tokens * job.passes
-    rate = {"host": "host link", "disk": "disk"}[offload]
-    return Work(f"offload to {offload}", amount, rate, f"{above} layer inputs, three times each way")
+    read, written = moved_streams(passes)
+    stream = job.shape.hc_mult * job.shape.hidden_size * job.itemsize * passes.tokens * job.passes
+    rate, streams = ("host link", max(read, written)) if offload == "host" else ("disk", read + written)
+    why = f"a layer input's size {three_digits(read)} times read, {three_digits(written)} times written"
+    return Work(f"offload to {offload}", streams * stream, rate, why)
+
+
+def moved_streams(passes: Passes) -> tuple[float, float]:
+    """What a pass reads from its streams and writes to them, in sizes of one layer input, R D e bytes per token.
+
+    As `memory/walk.py` and `shared_walk.py` walk: the first layer's input is the embedding, and no stream.
+    """
+    job, layers = passes.job, passes.job.shape.num_hidden_layers
+    in_streams = job.world > 1  # passes without gradients; alone they go tile by tile through all layers
+    read = written = 0.0
+    for layer in range(layers):
+        times, has_input = passes.of(layer), layer > 0
+        walks = times.there - (0 if in_streams else passes.whole)
+        read += has_input * (walks * _reads_of_a_walk(passes) + _reads_back(passes, layer))
+        rebuilt = layer in passes.rebuilt
+        written += has_input * (1 + passes.whole * in_streams) + rebuilt
+        if times.back:
+            read += layer < layers - 1  # the gradient from above
+            read += layer > passes.first and _tails(passes)[0]
+            written += layer > passes.first and 1 + _tails(passes)[1]
+            middle = job.parallel.context > 1 and not job.memory.keep_fronts
+            read, written = read + middle, written + middle
+    mean = bool(passes.trained_groups) / job.shape.hc_mult
+    return read + mean, written + mean
+
+
+def _reads_of_a_walk(passes: Passes) -> float:
+    """Of a layer's input, from there to its output; where ranks share a sequence, before they exchange too."""
+    return 1.0 if passes.job.parallel.context == 1 else 2.0 + _tails(passes)[0]
+
+
+def _reads_back(passes: Passes, layer: int) -> float:
+    """Of a layer's input, on its way back: for the tile's graph, its halves, and a DSA layer's latents."""
+    job, times = passes.job, passes.of(layer)
+    shares = job.parallel.context > 1
+    exchanged = 1.0 + _tails(passes)[0]
+    if times.warms:
+        return exchanged + 1 + shares
+    halves = 1 + (shares and not job.memory.keep_fronts)
+    return times.back * (halves + exchanged * (job.shape.layer_types[layer] == DSA))
+
+
+def _tails(passes: Passes) -> tuple[float, float]:
+    """Of a stream, the last tile of each segment: read for later segments, and written when their gradients come.
+
+    What is read ahead there is the tile before, of which no one has use.
+    """
+    job, sizes = passes.job, passes.tiles // passes.job.segments
+    if job.parallel.context == 1:
+        return 0.0, 0.0
+    segment = passes.tokens / job.segments
+    part = 1 - (sizes - 1) * min(job.memory.tile, segment) / segment
+    return part + (sizes > 1) * min(job.memory.tile, segment) / segment, part
 
 
 def host_optimizer_work(passes: Passes) -> Work | None:
@@ -77,36 +129,54 @@ def _latents(job: Job) -> Received:
     latents = pools * job.shape.index_kpool * job.shape.kv_lora_rank
     keys, learns = pools * job.shape.index_head_dim, job.indexer != "frozen"
     context = job.parallel.context
-    return dsa_received(latents, keys, context, job.itemsize, job.wide, indexer_learns=learns)
+    return dsa_received(
+        latents,
+        keys,
+        context,
+        job.itemsize,
+        job.wide,
+        indexer_learns=learns,
+        recompute=job.memory.recompute,
+    )
+
+
+def _tokens(passes: Passes) -> Received:
+    job = passes.job
+    return moe_received(
+        job.shape, int(passes.tokens), job.parallel.expert, job.itemsize, recompute=job.memory.recompute
+    )
 
 
 def _moved(received: Received, times: LayerPasses) -> float:
-    """One way there for each pass without a graph, one back with it; what is in both is of the whole step."""
-    rebuilt = max(0, times.forward - 1 - times.back)
-    ways = {"forward": 1.0 + rebuilt, "backward": float(times.back), "there and back": 0.5 * (1 + times.back)}
+    """Of all walks there and back; what is named for both ways comes half there, half back."""
+    back = float(times.back or times.warms)
+    ways = {"forward": times.there, "backward": back, "there and back": 0.5 * (times.there + back)}
     return sum(amount * ways[when] for (_, when), amount in received.items())
 
 
 def _weights(passes: Passes) -> float:
-    """Of each layer what this rank has not, each time that it is gathered."""
+    """Of each layer, and of the root around them, what this rank has not, each time that it is gathered."""
     total = 0.0
     for weight in passes.weights:
+        if not passes.job.shards(weight):
+            continue
         share, holders = _shared(weight, passes.job)
-        times = 2 if weight.layer is None else _gatherings(passes, weight.layer)
+        times = 2 + passes.whole if weight.layer is None else _gatherings(passes.of(weight.layer))
         total += weight.num_bytes / share * (holders - 1) / holders * times
     return total * passes.job.passes
 
 
-def _gatherings(passes: Passes, layer: int) -> int:
-    return 1 + passes.whole + passes.of(layer).back + (layer in passes.rebuilt)
+def _gatherings(times: LayerPasses) -> int:
+    return times.there + (times.back or times.warms)
 
 
 def _gradients(passes: Passes) -> float:
-    """Summed over the ranks that hold parts of the same weight, in float32 or wider."""
+    """Summed in float32 or wider: of a weight that is cut a rank receives its rows', of a whole one all, twice."""
     total = 0.0
     for weight in passes.weights:
         share, holders = _shared(weight, passes.job)
-        total += weight.trains * weight.num_values * passes.job.wide / share * (holders - 1) / holders
+        times = 1 if passes.job.shards(weight) else 2
+        total += times * weight.trains * weight.num_values * passes.job.wide / share * (holders - 1) / holders
     return total * passes.job.passes
 
 

@@ -8,7 +8,7 @@ from functools import lru_cache
 from longstrand.plan import walk
 from longstrand.plan.job import Job
 from longstrand.plan.sizes import Sizes
-from longstrand.plan.terms import Memory, Place, Term
+from longstrand.plan.terms import Memory, Place, Term, evidence_of
 
 SLACK_SHARE = 0.05
 COMMUNICATOR_BYTES = 512 * 2**20
@@ -29,14 +29,16 @@ def plan_memory(job: Job) -> Memory:
     sizes = Sizes(job)
     why = _why(sizes)
     phases = {
-        phase: (*_terms(held, why), *_estimated(job, held)) for phase, held in walk.walk_step(sizes).items()
+        phase: (*_terms(held, why, job), *_estimated(job, held))
+        for phase, held in walk.walk_step(sizes).items()
     }
     return Memory(phases, _elsewhere(sizes))
 
 
-def _terms(held: Mapping[str, int], why: Mapping[str, str]) -> list[Term]:
+def _terms(held: Mapping[str, int], why: Mapping[str, str], job: Job) -> list[Term]:
+    evidence = evidence_of(job.kind, "device")
     return [
-        Term(name, num_bytes, "device", why[name])
+        Term(name, num_bytes, "device", why[name], evidence)
         for name, num_bytes in sorted(held.items(), key=lambda item: -item[1])
     ]
 
@@ -67,20 +69,20 @@ def _estimated(job: Job, held: Mapping[str, int]) -> list[Term]:
 def _elsewhere(sizes: Sizes) -> tuple[Term, ...]:
     """Terms of the host's memory and of files."""
     job, found = sizes.job, list[Term]()
-    trained = sizes.rows.own_trained
+    trained, beside = sizes.rows.own_trained, evidence_of(job.kind, "host")
     if job.memory.optimizer == "host":
         found += [
-            Term(walk.MOMENTS, 2 * trained * sizes.w, "host", "two per trained parameter"),
-            Term(walk.COPIES, trained * sizes.w, "host", "what AdamW moves there"),
-            Term("gradients on the host", trained * sizes.w, "host", "while it moves"),
+            Term(walk.MOMENTS, 2 * trained * sizes.w, "host", "two per trained parameter", beside),
+            Term(walk.COPIES, trained * sizes.w, "host", "what AdamW moves there", beside),
+            Term("gradients on the host", trained * sizes.w, "host", "while it moves", beside),
         ]
     if job.memory.offload != "none":
         place: Place = "host" if job.memory.offload == "host" else "file"
-        inputs, mean = sizes.slots
+        (inputs, mean), evidence = sizes.slots, evidence_of(job.kind, place)
         why = f"slots of one tile in whole pages, {sizes.num_tiles:,} of each stream"
         found += [
-            Term(walk.INPUTS, inputs, place, why),
-            Term(walk.MEAN, mean, place, "for the head's way back"),
+            Term(walk.INPUTS, inputs, place, why, evidence),
+            Term(walk.MEAN, mean, place, "for the head's way back", evidence),
         ]
     return tuple(found)
 

@@ -22,6 +22,7 @@ from longstrand.plan.products import (
     mean_attended,
     mhc_terms,
 )
+from longstrand.wording import operations
 
 CHUNK = 16
 """Tokens that the delta rule computes at once (ops/kda)."""
@@ -62,19 +63,16 @@ def product_work(passes: Passes) -> list[Work]:
     """Operations by kind of product, two per multiply and add."""
     job, totals = passes.job, dict[str, float]()
     for layer in range(job.shape.num_hidden_layers):
-        skew = (
-            job.data_skew if job.parallel.expert > 1 and job.shape.mlp_layer_types[layer] == "sparse" else 1.0
-        )
         for term, times in layer_products(passes, layer):
-            more = skew if term.kind == "experts" else 1.0
-            totals[term.kind] = totals.get(term.kind, 0.0) + term.forward * times * more
+            totals[term.kind] = totals.get(term.kind, 0.0) + term.forward * times
+        totals["experts"] += _of_spread_experts(passes, layer)
     head = 2.0 * job.shape.hidden_size * job.shape.vocab_size
     trains = passes.first < job.shape.num_hidden_layers or "head" in passes.trained_groups
     # On the way back a tile's log-probabilities are computed again, and inside them each block of logits.
     totals["head"] = head * (1 + passes.whole + trains * (3 + ("head" in passes.trained_groups)))
     tokens = passes.tokens * job.passes
     return [
-        Work(kind, per_token * tokens, kind, f"{per_token / 1e9:,.3g} GFLOP per token")
+        Work(kind, per_token * tokens, kind, f"{operations(per_token)} per token")
         for kind, per_token in totals.items()
     ]
 
@@ -90,6 +88,9 @@ def layer_products(passes: Passes, layer: int) -> Iterator[tuple[Products, float
     yield streams, _times(streams, times, passes)
     for term in _front(shape, layer):
         yield term, times.front
+    if shape.layer_types[layer] == KDA and job.parallel.context > 1:
+        # There what ranks exchange, and back the gradients of the states that their segments enter.
+        yield Products("summaries of segments", delta_rule(shape), "delta rule"), times.there + times.back
 
 
 def delta_rule(shape: Architecture) -> float:
@@ -128,6 +129,7 @@ def memory_work(passes: Passes) -> list[Work]:
     for layer in range(shape.num_hidden_layers):
         times = passes.of(layer)
         elementwise += elementwise_bytes(job, layer) * (times.forward + 2 * times.back + 0.4 * times.front)
+        elementwise += _hidden_of_spread_experts(passes, layer)
         if shape.layer_types[layer] == DSA:
             gathers += _gathered(job) * (times.forward + 2 * times.back)
     logits = 3.0 * shape.vocab_size * w * (1 + passes.whole + 2 * bool(passes.trained_groups))
@@ -152,6 +154,33 @@ def memory_work(passes: Passes) -> list[Work]:
     ]
 
 
+def _of_spread_experts(passes: Passes, layer: int) -> float:
+    """Operations per token of routed experts that ranks share, beside those of the mean rank and one process.
+
+    The busiest rank has its surplus of all; and backward computes each round's rows again, recompute or not
+    (`parallel/dispatch.py`).
+    """
+    job, shape = passes.job, passes.job.shape
+    if not _spreads(job, layer):
+        return 0.0
+    times = passes.of(layer)
+    own = times.forward + times.back * (1 + ("experts" in passes.trained_groups))
+    routed = 6.0 * shape.num_experts_per_tok * shape.hidden_size * shape.moe_intermediate_size
+    return routed * (job.skew * (own + times.back) - own)
+
+
+def _hidden_of_spread_experts(passes: Passes, layer: int) -> float:
+    """Bytes per token, as `_of_spread_experts`: five passes over each hidden row."""
+    job, shape, times = passes.job, passes.job.shape, passes.of(layer)
+    own = times.forward + 2 * times.back
+    hidden = 5.0 * shape.moe_intermediate_size * shape.num_experts_per_tok * job.itemsize
+    return hidden * (job.skew * (own + times.back) - own) * _spreads(job, layer)
+
+
+def _spreads(job: Job, layer: int) -> bool:
+    return job.parallel.expert > 1 and job.shape.mlp_layer_types[layer] == "sparse"
+
+
 def start_work(passes: Passes) -> Work:
     """Starts of operations: of kernels, or of torch's functions on a CPU; what small tiles cost."""
     job, starts = passes.job, 0.0
@@ -159,6 +188,7 @@ def start_work(passes: Passes) -> Work:
         times = passes.of(layer)
         forwards = times.forward + 2 * times.back + 0.4 * times.front
         starts += passes.tiles * forwards * _starts_of_tile(job, layer)
+        starts += passes.tiles * times.back * _starts_of_experts(job, layer) * _spreads(job, layer)
         if job.form == "portable" and job.shape.layer_types[layer] == DSA:
             starts += _score_starts(passes)
     return Work(
@@ -212,8 +242,7 @@ def _front(shape: Architecture, layer: int) -> list[Products]:
         keys = 4.0 * shape.hidden_size * shape.index_head_dim * (shape.indexer_types[layer] == "full")
         return [half, Products("latents and pool keys", latents + keys, "projections")]
     qkvo, gates, _ = kda_terms(shape)
-    summary = Products("summaries of segments", delta_rule(shape), "delta rule")
-    return [half, replace(qkvo, forward=qkvo.forward * 3 / 4), gates, summary]
+    return [half, replace(qkvo, forward=qkvo.forward * 3 / 4), gates]
 
 
 def _gathered(job: Job) -> float:
@@ -230,7 +259,8 @@ def _weights_of_tiles(passes: Passes) -> float:
         if weight.layer is None:
             continue
         times = passes.of(weight.layer)
-        read = (times.forward + times.back) * weight.num_bytes
+        again = times.back * (weight.is_expert and _spreads(job, weight.layer))
+        read = (times.forward + times.back + again) * weight.num_bytes
         added = 3 * times.back * weight.trains * weight.num_values * job.wide
         total += (read + added) / share
     return total * passes.tiles * job.passes
@@ -252,14 +282,19 @@ def _starts_of_tile(job: Job, layer: int) -> float:
     shape, tile = job.shape, min(job.memory.tile, -(-job.length // job.parallel.context))
     if job.form == "native":
         return 60.0
-    starts = 150.0
-    if shape.mlp_layer_types[layer] == "sparse":
-        starts += 6.0 * shape.n_routed_experts / job.parallel.expert
+    starts = 150.0 + _starts_of_experts(job, layer)
     if shape.layer_types[layer] == KDA:
         return starts + 8 * tile / CHUNK
     attended = mean_attended(job.length, shape.index_topk, shape.index_kpool)
     rows = max(1.0, GATHER_BYTES / (attended * shape.kv_lora_rank * job.itemsize))
     return starts + 12 * max(1.0, tile / rows)
+
+
+def _starts_of_experts(job: Job, layer: int) -> float:
+    """Of one tile's routed experts: plain torch takes one after the other."""
+    if job.form == "native" or job.shape.mlp_layer_types[layer] == "dense":
+        return 0.0
+    return 6.0 * job.shape.n_routed_experts / job.parallel.expert
 
 
 def _score_starts(passes: Passes) -> float:

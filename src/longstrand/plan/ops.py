@@ -48,7 +48,7 @@ class Settings:
         native = job.form == "native" and job.itemsize < 8
         pools = min(job.length // job.shape.index_kpool, plain.POOL_BLOCK + 1)
         ranks, receive = job.parallel.expert, job.parallel.receive_rows(job.memory.tile)
-        rounds = Rounds(ranks, receive, job.data_skew) if ranks > 1 else ALONE
+        rounds = Rounds(ranks, receive, job.skew) if ranks > 1 else ALONE
         return cls(job.shape, job.itemsize, job.wide, native, groups, pools, rounds)
 
     @property

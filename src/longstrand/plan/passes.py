@@ -18,11 +18,17 @@ class LayerPasses:
         forward: of the whole layer, without a graph and with one.
         front: more of its first half alone: latents in backward, and what ranks that share a sequence exchange.
         back: 1 where gradients go through it, else 0.
+        there: walks over its tiles from their input to their output: forward, and where inputs are rebuilt.
+        again: 1 where the way back computes it once more.
+        warms: 1 where only its indexer learns, from all that is visible: a walk back of its own.
     """
 
     forward: int
     front: int
     back: int
+    there: int
+    again: int
+    warms: int = 0
 
 
 @dataclass(frozen=True)
@@ -53,10 +59,16 @@ class Passes:
 
     @cached_property
     def rebuilt(self) -> frozenset[int]:
-        """Layers that run once more because the input above them was not kept."""
+        """Layers that run once more because the input above them was not kept: up to the highest that goes back."""
         every, layers = self.job.memory.keep_every, self.job.shape.num_hidden_layers
-        starts = range(self.first, layers, every)
-        return frozenset(index for start in starts[:-1] for index in range(start, start + every - 1))
+        groups = [range(start, start + every) for start in range(self.first, layers, every)[:-1]]
+        back = [[index for index in group if self._goes_back(index)] for group in groups]
+        return frozenset(
+            index
+            for group, own in zip(groups, back, strict=True)
+            if own
+            for index in range(group[0], own[-1])
+        )
 
     @property
     def tokens(self) -> float:
@@ -84,15 +96,28 @@ class Passes:
         return [self._of(layer) for layer in range(self.job.shape.num_hidden_layers)]
 
     def _of(self, layer: int) -> LayerPasses:
-        memory, shape = self.job.memory, self.job.shape
-        back = int(layer >= self.first and self.job.indexer != "warmup")
-        again = back * memory.recompute + (layer in self.rebuilt)
-        shares = self.job.parallel.context > 1
+        memory = self.job.memory
+        warms = int(self.job.indexer == "warmup" and self._goes_back(layer))
+        back = int(self._goes_back(layer)) - warms
+        again, there = back * memory.recompute, 1 + self.whole + (layer in self.rebuilt)
+        front = self._fronts(layer, there, back) + warms * (2 + (self.job.parallel.context > 1))
+        return LayerPasses(there + again, front, back, there, again, warms)
+
+    def _fronts(self, layer: int, there: int, back: int) -> int:
+        memory, is_dsa = self.job.memory, self.job.shape.layer_types[layer] == DSA
         # DSA goes back in two stages: latents of a tile are computed again once their gradient is complete.
-        front = back * memory.recompute * (shape.layer_types[layer] == DSA)
-        if shares and memory.recompute and not memory.keep_fronts:
-            # Forward: once for what ranks exchange. Backward: once more for a half of its own; DSA exchanges anew.
-            front += 1 + back + (layer in self.rebuilt)
-        elif shares:
-            front = 0
-        return LayerPasses(1 + again + self.whole, front + shares * self.whole, back)
+        latents = back * memory.recompute * is_dsa
+        if self.job.parallel.context == 1:
+            return latents
+        if memory.keep_fronts:
+            return 0
+        # There: once for what ranks exchange, unless the graphs of the only walk are kept. Back: once more for a half
+        # of its own.
+        return latents + there + (back if memory.recompute else -back)
+
+    def _goes_back(self, layer: int) -> bool:
+        if self.job.indexer != "warmup":
+            return layer >= self.first
+        shape = self.job.shape
+        learns = shape.layer_types[layer] == DSA and shape.indexer_types[layer] == "full"
+        return learns and layer >= self.first

@@ -46,10 +46,8 @@ class Room:
 
     @property
     def ranks_per_host(self) -> int:
-        """Processes of a CPU that says no memory of its own share one machine."""
-        if self.is_cpu and not self.device.memory_bytes:
-            return self.num_devices
-        return min(self.num_devices, self.device.devices_per_host)
+        """As the device says of so many."""
+        return self.device.ranks_of_a_host(self.num_devices)
 
     @property
     def num_hosts(self) -> int:

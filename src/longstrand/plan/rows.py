@@ -52,7 +52,7 @@ class Rows:
 
     def _is_sharded(self, weight: Weight) -> bool:
         """What stays float32 in a narrower model is whole on every rank; so is a buffer."""
-        return self._job.world > 1 and not weight.is_buffer and weight.itemsize == self._job.itemsize
+        return self._job.world > 1 and self._job.shards(weight)
 
 
 def rows_of(job: Job) -> Rows:

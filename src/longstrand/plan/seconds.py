@@ -11,6 +11,7 @@ from longstrand.plan.links import exchange_work, host_optimizer_work, offload_wo
 from longstrand.plan.operations import Work, memory_work, product_work, start_work
 from longstrand.plan.passes import Passes
 from longstrand.plan.rates import per_second, share_of
+from longstrand.wording import three_digits
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,10 @@ def _copies(
     job, offload, optimizer = passes.job, offload_work(passes), host_optimizer_work(passes)
     if offload is not None:
         whole = _term(offload, job, device, factors)
-        why = f"{whole.why}: {whole.seconds:.3g} s of copies beside {computing:.3g} s of other work; what is left over"
+        why = (
+            f"{whole.why}: {three_digits(whole.seconds)} s of copies beside {three_digits(computing)} s of other work; "
+            "what is left over"
+        )
         yield TimeTerm(whole.name, max(0.0, whole.seconds - computing), why, whole.evidence)
     if optimizer is not None:
         yield _term(optimizer, job, device, factors)
@@ -73,6 +77,9 @@ def _term(work: Work, job: Job, device: Device, factors: Mapping[str, float]) ->
     if work.name in factors:
         factor = factors[work.name]
         return TimeTerm(
-            work.name, seconds * factor, work.why, f"measured: {factor:.3g} x the estimate, as calibrated"
+            work.name,
+            seconds * factor,
+            work.why,
+            f"measured: {three_digits(factor)} x the estimate, as calibrated",
         )
     return TimeTerm(work.name, seconds, work.why, share_of(work.rate, job, device).evidence)

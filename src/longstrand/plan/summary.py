@@ -27,6 +27,12 @@ COSTS = {
 }
 
 
+def threads_of(plan: Plan) -> str:
+    """CPU threads that the seconds are planned with, as words behind the devices; none on a GPU."""
+    number = plan.job.threads
+    return f", {number} CPU thread{'s' * (number > 1)} each" if plan.room.is_cpu else ""
+
+
 def gib(num_bytes: float) -> str:
     """GiB (2^30 bytes) with three digits or more."""
     if not num_bytes:
@@ -89,6 +95,7 @@ def as_dict(plan: Plan) -> dict[str, Any]:
         "devices": room.num_devices,
         "hosts": room.num_hosts,
         "ranks_per_host": room.ranks_per_host,
+        "threads_per_rank": job.threads if room.is_cpu else None,
         "limits_bytes": _limits(room),
         "memory": job.memory.model_dump(exclude_none=True),
         "parallel": job.parallel.model_dump(exclude_none=True),

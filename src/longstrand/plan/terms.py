@@ -8,8 +8,19 @@ from typing import Literal
 
 Place = Literal["device", "host", "file"]
 
-COUNTED = "measured: living tensors, counted on a CPU (docs/planner.md)"
-"""The evidence of every term whose expression is compared with what a run allocates."""
+Kind = Literal["cpu", "gpu"]
+"""Of a device."""
+
+_COUNTED: Mapping[Kind, str] = {
+    "cpu": "measured: living tensors, counted on a CPU (docs/planner.md)",
+    "gpu": "counted: living tensors, on a CPU and not on a GPU (docs/planner.md)",
+}
+_SPOOL = "measured: the size of a spool (docs/planner.md)"
+
+
+def evidence_of(kind: Kind, place: Place) -> str:
+    """Of a term whose expression is compared with what a run on a CPU allocates; a file is the same anywhere."""
+    return _SPOOL if place == "file" else _COUNTED[kind]
 
 
 @dataclass(frozen=True)
@@ -18,14 +29,14 @@ class Term:
 
     Attributes:
         why: how they come about, in a few words.
-        evidence: "measured: where", or "estimated: from what".
+        evidence: "measured: where", "counted: where, and not here", or "estimated: from what".
     """
 
     name: str
     num_bytes: int
     place: Place
     why: str
-    evidence: str = COUNTED
+    evidence: str
 
 
 @dataclass(frozen=True)

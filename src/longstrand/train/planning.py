@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -16,13 +17,17 @@ from longstrand.atomic import write_atomic
 from longstrand.config import Recipe
 from longstrand.errors import UserError
 from longstrand.ops.native import SUFFIX, native_state
-from longstrand.plan.devices import Device, devices
+from longstrand.plan.devices import GIB, Device, devices
 from longstrand.plan.job import Job
 from longstrand.plan.memory import plan_memory
 from longstrand.plan.seconds import plan_seconds
 from longstrand.plan.terms import Term
 
 FILE = "plan.json"
+MEMORY_TOLERANCE = 0.1
+"""Of a device's memory as torch sees it to that of the planner's."""
+
+_NO_FORM = ("NVIDIA", "GEFORCE", "TESLA", "GPU")
 _log = logging.getLogger(__name__)
 
 
@@ -58,7 +63,9 @@ def plan_of(recipe: Recipe, shape: Architecture, device: torch.device) -> dict[s
     except UserError as error:
         _refused(record, f"memory is not planned: {error}")
     if known is None:
-        _refused(record, f"seconds are not planned: {_name(device)} is not one of {', '.join(devices())}")
+        _refused(
+            record, f"seconds are not planned: {_described(device)} is not one of {', '.join(devices())}"
+        )
         return record
     try:
         seconds = plan_seconds(job, known)
@@ -73,18 +80,42 @@ def job_of(recipe: Recipe, shape: Architecture, device: torch.device) -> Job:
     if device.type != "cpu":
         return Job.of(recipe, shape, "portable", kind="gpu")
     native = native_state().used and getattr(torch, recipe.run.dtype) in SUFFIX
-    return Job.of(recipe, shape, "native" if native else "portable")
+    threads = torch.get_num_threads()
+    return Job.of(recipe, shape, "native" if native else "portable", started_threads=threads)
 
 
 def planned_device(device: torch.device) -> Device | None:
-    """The planner's device that this one is, by its name; None where it knows none."""
-    name = _name(device).replace(" ", "-").upper()
-    found = [known for title, known in devices().items() if title.split("-80")[0].upper() in name]
-    return max(found, key=lambda known: len(known.name), default=None)
+    """The planner's device that this one is, by the words of its name and its memory; None where it knows none."""
+    words, num_bytes = _words(_name(device)), _memory_bytes(device)
+    for title, known in devices().items():
+        if words == _words(title):
+            off = abs(num_bytes / known.memory_bytes - 1) if num_bytes else 0.0
+            return known if off <= MEMORY_TOLERANCE else None
+    return None
+
+
+def _words(name: str) -> list[str]:
+    """Of a device's name, without those that say nothing beside its kind and memory.
+
+    A data sheet of the planner is that of the form with most rates (SXM). Others, such as "PCIe", "NVL" or "Laptop",
+    and parts of a device ("MIG") keep their word, and are none that it knows.
+    """
+    words = [word for word in re.split(r"[\s-]+", name.upper()) if word not in _NO_FORM]
+    return [word for word in words if not re.fullmatch(r"80|\d{2,3}GB|HBM3E?|SXM\d?", word)]
 
 
 def _name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def _memory_bytes(device: torch.device) -> int | None:
+    """None: the host's."""
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+
+
+def _described(device: torch.device) -> str:
+    num_bytes = _memory_bytes(device)
+    return _name(device) + (f" with {num_bytes / GIB:.1f} GiB" if num_bytes else "")
 
 
 def _records(terms: Sequence[Term]) -> list[dict[str, Any]]:
