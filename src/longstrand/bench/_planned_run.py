@@ -29,7 +29,6 @@ from longstrand.train.optimizer import Optimizer, freeze_all_but, trained_names
 from longstrand.train.step import take_step
 
 LONG_TOKENS = 65_536  # beyond, one step has to do
-WARM_TOKENS = 700  # more pools than the toy selects, and several tiles
 
 
 @dataclass(frozen=True)
@@ -104,7 +103,8 @@ class Found:
     Attributes:
         counted: most living tensor bytes.
         resident: most resident memory above the process's own.
-        baseline: the process's own resident memory, measured before the model is made.
+        baseline: the process's own resident memory, measured once it has trained such a model on a tile: libraries, and
+            the code that oneDNN compiles for each shape of a bfloat16 product.
     """
 
     counted: int
@@ -122,13 +122,13 @@ def _measure(values: dict[str, Any]) -> Found:
     torch.set_num_threads(1)
     case, counted = Case(**values), CountedMemory(torch.device("cpu"))
     assert counted.why_not is None, counted.why_not
-    warm = replace(case, length=WARM_TOKENS * case.ranks, width=128, sequences=1)
+    warm = replace(case, length=min(case.length, case.job.memory.tile * case.ranks), sequences=1)
     with PeakMemory() as memory:
         _steps(warm, 1)
         gc.collect()
         _trim()
-        baseline = resident_bytes() - (counted.live() or 0)
         counted.take()
+        baseline = resident_bytes() - (counted.live() or 0)
         memory.take()
         _steps(case, 1 if case.length > LONG_TOKENS else 2)
         return Found(counted.take() or 0, memory.take() - baseline, baseline)

@@ -1,7 +1,7 @@
-// Counts the bytes that torch's CPU allocator has given out, and the most of them at once.
+// torch's CPU allocator, with large blocks in pages of our own; counts the bytes given out, and the most of them at once.
 //
-// An allocator that stands in front of torch's own. What was allocated before it stands there is not counted, and what
-// it has given out goes back through it, so that it stays for the life of the process.
+// It stands in front of torch's own. What was allocated before it stands there is not counted, and what it has given out
+// goes back through it, so that it stays for the life of the process.
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
 
@@ -9,45 +9,71 @@
 #include <mutex>
 #include <unordered_map>
 
+#include "pages.h"
+
 namespace {
+
+constexpr size_t kLarge = 64 << 10;        // smaller ones would waste too much of their last page
+constexpr size_t kAddresses = 1ULL << 40;  // more than a machine has memory
 
 int64_t live = 0, most = 0;
 
-// Blocks are torch's own, and only their sizes are kept here: what was given out before, or is freed past this allocator,
-// does no harm. torch asks that what frees a block be given the block itself.
-// Neither is ever destroyed: tensors are freed until the very end of the process.
+struct Block {
+  size_t bytes = 0;
+  size_t in_pages = 0;  // 0: it is torch's own
+};
+
+// What was given out before, or is freed past this allocator, does no harm: it is not in here. torch asks that what
+// frees a block be given the block itself. None is ever destroyed: tensors are freed until the very end of the process.
 std::mutex& guard = *new std::mutex;
-std::unordered_map<void*, int64_t>& sizes = *new std::unordered_map<void*, int64_t>;
+std::unordered_map<void*, Block>& blocks = *new std::unordered_map<void*, Block>;
+Pages& pages = *new Pages;
 
 c10::Allocator* behind() {
   static c10::Allocator* const torchs = c10::GetCPUAllocator();
   return torchs;
 }
 
-void give_back(void* block) {
+void note(void* at, Block block) {
+  Block& known = blocks[at];
+  live += static_cast<int64_t>(block.bytes) - static_cast<int64_t>(known.bytes);
+  known = block;
+  if (live > most) most = live;
+}
+
+void* in_pages(size_t bytes) {
+  if (bytes < kLarge) return nullptr;
+  std::lock_guard<std::mutex> lock(guard);
+  const size_t whole = Pages::whole(bytes);
+  char* at = pages.take(whole);
+  if (at != nullptr) note(at, {bytes, whole});
+  return at;
+}
+
+void give_back(void* at) {
   {
     std::lock_guard<std::mutex> lock(guard);
-    auto found = sizes.find(block);
-    if (found != sizes.end()) {
-      live -= found->second;
-      sizes.erase(found);
+    auto found = blocks.find(at);
+    if (found != blocks.end()) {
+      const Block block = found->second;
+      live -= static_cast<int64_t>(block.bytes);
+      blocks.erase(found);
+      if (block.in_pages > 0) return pages.give_back(static_cast<char*>(at), block.in_pages);
     }
   }
-  behind()->raw_deleter()(block);
+  behind()->raw_deleter()(at);
 }
 
 struct Counter final : c10::Allocator {
   c10::DataPtr allocate(size_t bytes) override {
+    if (void* at = in_pages(bytes)) return {at, at, &give_back, c10::Device(c10::kCPU)};
     c10::DataPtr memory = behind()->allocate(bytes);
     const c10::Device device = memory.device();
-    void* block = memory.release_context();
-    if (block == nullptr) return {nullptr, nullptr, &give_back, device};
+    void* at = memory.release_context();
+    if (at == nullptr) return {nullptr, nullptr, &give_back, device};
     std::lock_guard<std::mutex> lock(guard);
-    int64_t& size = sizes[block];
-    live += static_cast<int64_t>(bytes) - size;
-    size = static_cast<int64_t>(bytes);
-    if (live > most) most = live;
-    return {block, block, &give_back, device};
+    note(at, {bytes, 0});
+    return {at, at, &give_back, device};
   }
   c10::DeleterFnPtr raw_deleter() const override { return &give_back; }
   void copy_data(void* to, const void* from, size_t bytes) const override { default_copy_data(to, from, bytes); }
@@ -57,9 +83,13 @@ struct Counter final : c10::Allocator {
 
 extern "C" {
 
-void start_counting() {
+// Whether it stands in front of torch's allocator from now on.
+bool start_counting() {
   static Counter counter;
-  if (behind()->raw_deleter() != nullptr) c10::SetCPUAllocator(&counter, 1);
+  if (behind()->raw_deleter() == nullptr) return false;
+  pages.reserve(kAddresses);  // or all blocks are torch's own
+  c10::SetCPUAllocator(&counter, 1);
+  return true;
 }
 
 int64_t live_bytes() {
@@ -67,10 +97,12 @@ int64_t live_bytes() {
   return live;
 }
 
+// The most since the last call; free pages go back to the system.
 int64_t take_most() {
   std::lock_guard<std::mutex> lock(guard);
   const int64_t found = most;
   most = live;
+  pages.begin();
   return found;
 }
 }

@@ -114,8 +114,8 @@ class Phases:
         by_first(world, lambda: write_atomic(run / FILE, json.dumps(_record(ranks), indent=1) + "\n"))
 
     def _read(self) -> tuple[int, int | None]:
-        """Peaks since the last reading."""
-        resident, counted = self._memory.take(), self._counted.take()
+        """Peaks since the last reading; living tensors first, since that frees what the next phase would begin with."""
+        counted, resident = self._counted.take(), self._memory.take()
         self._largest = max(self._largest, resident)
         return resident, counted
 
