@@ -360,6 +360,7 @@ def test_a_recipe_for_this_machine_is_judged_by_it(call):
 def test_a_recipe_takes_as_many_threads_as_a_run_would(call, monkeypatch):
     """Half as many threads take twice as long for what is computed; two ranks share them."""
     seconds = {}
+    monkeypatch.setattr("longstrand.cli.plan_asked.cores_here", lambda: 8)
     for threads in (1, 4):
         monkeypatch.setenv("OMP_NUM_THREADS", str(threads))
         for ranks in (1, 2):
