@@ -103,11 +103,12 @@ def operations(value: float) -> str:
 
 
 def three_digits(value: float) -> str:
-    """A positive number with three digits that count, thousands separated, and no exponent."""
+    """A number with up to three digits that count, thousands separated, and no exponent."""
     if not math.isfinite(value) or value == 0:
         return "0" if value == 0 else "not finite"
     digits = 2 - math.floor(math.log10(abs(value)))
-    return f"{round(value, digits):,.{max(0, digits)}f}"
+    shown = f"{round(value, digits):,.{max(0, digits)}f}"
+    return shown.rstrip("0").rstrip(".") if "." in shown else shown
 
 
 def duration(seconds: float) -> str:

@@ -111,22 +111,26 @@ def _of_ranks(job, folder=None, *, with_operations=False):
 
 
 @pytest.mark.parametrize(
-    ("context", "memory", "trained", "read", "written"),
+    ("context", "memory", "changes", "read", "written"),
     [
         # Layers 1 to 6, three of them DSA. Read: 6 forward, 6 of graphs, 3 for latents, 6 of dy; written: 6, 6 of dx.
-        (1, {}, "all", 6 + 6 + 3 + 6, 6 + 6),
+        (1, {}, {}, 6 + 6 + 3 + 6, 6 + 6),
         # The inputs of layers 3 and 6 are kept; 0, 1, 3 and 4 run again, the first of them on the embedding.
-        (1, {"keep_every": 3}, "all", 6 + 3 + 6 + 3 + 6, 6 + 4 + 6),
-        (1, {}, "head", 6, 6),
+        (1, {"keep_every": 3}, {}, 6 + 3 + 6 + 3 + 6, 6 + 4 + 6),
+        (1, {}, {"trainable": ("head",)}, 6, 6),
+        # The walk back ends at layer 1, which hands nothing down.
+        (1, {}, {"trainable": ("mla",)}, 6 + 6 + 3 + 5, 6 + 5),
         # Each read forward is two, and half a stream of segments' ends, read with the tile before: so are those of the
         # 3 DSA layers back. Then x twice, dy, 7 middles, and the ends of dx, 6 x 1, written 6 x 1/2.
-        (2, {}, "all", 6 * 3 + 6 * 2 + 3 * 2 + 6 + 7 + 6, 6 + 7 + 6 + 3),
-        (2, {"keep_every": 3}, "all", 6 * 3 + 3 * 3 + 6 * 2 + 3 * 2 + 6 + 7 + 6, 6 + 4 + 7 + 6 + 3),
-        (2, {"keep_fronts": True}, "all", 6 * 3 + 6 + 3 * 2 + 6 + 6, 6 + 6 + 3),
-        (2, {}, "head", 6 * 3, 6),
+        (2, {}, {}, 6 * 3 + 6 * 2 + 3 * 2 + 6 + 7 + 6, 6 + 7 + 6 + 3),
+        (2, {"keep_every": 3}, {}, 6 * 3 + 3 * 3 + 6 * 2 + 3 * 2 + 6 + 7 + 6, 6 + 4 + 7 + 6 + 3),
+        (2, {"keep_fronts": True}, {}, 6 * 3 + 6 + 3 * 2 + 6 + 6, 6 + 6 + 3),
+        (2, {}, {"trainable": ("head",)}, 6 * 3, 6),
+        # One more pass forward counts the experts.
+        (2, {}, {"balance": "aux"}, 2 * 6 * 3 + 6 * 2 + 3 * 2 + 6 + 7 + 6, 2 * 6 + 7 + 6 + 3),
     ],
 )
-def test_streams_are_read_and_written_as_often_as_planned(context, memory, trained, read, written, tmp_path):
+def test_streams_are_read_and_written_as_often_as_planned(context, memory, changes, read, written, tmp_path):
     """By hand, by the medium and by the plan, in sizes of a layer input; beside it the mean, a quarter of one."""
     tokens = 128
     job = _job(
@@ -134,7 +138,7 @@ def test_streams_are_read_and_written_as_often_as_planned(context, memory, train
         tokens,
         {"tile": 16, "offload": "disk", **memory},
         {"context": context},
-        trainable=(trained,),
+        **changes,
     )
     stream = 4 * 96 * 4 * tokens // context
     for rank in _of_ranks(job, tmp_path):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import time
 from importlib import resources
 
@@ -13,8 +14,9 @@ from longstrand.plan.devices import devices, find_device
 from longstrand.plan.job import Job
 from longstrand.plan.links import offload_work
 from longstrand.plan.passes import Passes
-from longstrand.plan.rates import CPU_BFLOAT16, CPU_NATIVE, CPU_PORTABLE, GPU, per_second
+from longstrand.plan.rates import CPU_BFLOAT16, CPU_NATIVE, CPU_PORTABLE, GPU, per_second, share_of
 from longstrand.plan.seconds import plan_seconds
+from longstrand.wording import operations
 
 
 def _shape(name):
@@ -129,3 +131,33 @@ def test_a_step_of_the_real_model_is_planned_at_once():
     began = time.perf_counter()
     plan_seconds(Job(GLM, 2**20, parallel=SPREAD), B200)
     assert time.perf_counter() - began < 0.5
+
+
+def test_numbers_of_a_plan_have_units_and_no_exponents():
+    assert [operations(value) for value in (62.69e9, 1.234e13, 999.6e9, 5.0, 2.5e21)] == [
+        "62.7 GFLOP",
+        "12.3 TFLOP",
+        "1 TFLOP",
+        "5 FLOP",
+        "2,500 EFLOP",
+    ]
+    for length in (1000, 2**20, 2**34):
+        memory = MemorySection(offload="disk")
+        job = Job(GLM, length, parallel=SPREAD, memory=memory, data_skew=3.0)
+        for term in plan_seconds(job, B200, {"scores": 12345.678}).terms:
+            assert not re.search(r"\de[+-]?\d", term.why + term.evidence), (term.why, term.evidence)
+
+
+def test_ranks_of_a_host_share_its_disk():
+    """1.5 GB/s: alone, and an eighth or a quarter of it; where ranks of two hosts are spread, those of one share."""
+    disk = MemorySection(offload="disk")
+    one, four = (Job(TOY, 2**16, memory=disk, parallel=ParallelSection(context=n)) for n in (1, 4))
+    spread = Job(GLM, 2**20, memory=disk, parallel=SPREAD)
+    assert per_second("disk", one, CPU) == 1.5e9
+    assert per_second("disk", four, CPU) == 1.5e9 / 4  # all on this machine
+    assert per_second("disk", one, B200) == 1.5e9
+    assert per_second("disk", spread, B200) == 1.5e9 / 8
+    assert GPU["disk"].evidence.startswith("estimated: 1.5 GB/s, because ")
+    assert all(table["disk"].evidence.startswith("measured: ") for table in (CPU_NATIVE, CPU_PORTABLE))
+    half = dataclasses.replace(one, dtype="bfloat16", form="portable")
+    assert share_of("disk", half, CPU).evidence == CPU_NATIVE["disk"].evidence

@@ -44,6 +44,7 @@ def dsa_received(
     wide: int,
     *,
     indexer_learns: bool,
+    latents_learn: bool = True,
     recompute: bool = True,
 ) -> Received:
     """Of a DSA layer: latents and pool keys are gathered in each direction, and their gradients summed.
@@ -51,10 +52,11 @@ def dsa_received(
     Args:
         latents: values of all latents of the whole sequence.
         keys: values of all its pool keys.
+        latents_learn: False in a warm-up of the indexer.
         recompute: whether backward gathers them again; otherwise they have stayed.
     """
     gathered = (latents + keys) * itemsize
-    summed = (latents + keys * indexer_learns) * wide
+    summed = (latents * latents_learn + keys * indexer_learns) * wide
     return {
         (LATENTS, "forward"): gathered * (ranks - 1) // ranks,
         (LATENTS, "backward"): (gathered * recompute + summed) * (ranks - 1) // ranks,

@@ -78,7 +78,7 @@ def moved_streams(passes: Passes) -> tuple[float, float]:
             middle = job.parallel.context > 1 and not job.memory.keep_fronts
             read, written = read + middle, written + middle
     mean = bool(passes.trained_groups) / job.shape.hc_mult
-    return read + mean, written + mean
+    return read + mean * (job.indexer != "warmup"), written + mean
 
 
 def _reads_of_a_walk(passes: Passes) -> float:
@@ -136,6 +136,7 @@ def _latents(job: Job) -> Received:
         job.itemsize,
         job.wide,
         indexer_learns=learns,
+        latents_learn=job.indexer != "warmup",
         recompute=job.memory.recompute,
     )
 

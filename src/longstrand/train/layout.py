@@ -117,9 +117,18 @@ def _received(job: Job) -> dict[tuple[str, str], int]:
         latents = sizes.pools() * shape.index_kpool * shape.kv_lora_rank
         keys, learns = sizes.pools() * shape.index_head_dim, job.indexer != "frozen"
         found |= kda_received(shape, sizes.num_segments, ranks.context, sizes.e, sizes.w)
-        found |= dsa_received(latents, keys, ranks.context, sizes.e, sizes.w, indexer_learns=learns)
+        found |= dsa_received(
+            latents,
+            keys,
+            ranks.context,
+            sizes.e,
+            sizes.w,
+            indexer_learns=learns,
+            latents_learn=job.indexer != "warmup",
+            recompute=job.memory.recompute,
+        )
     if ranks.expert > 1:
-        found |= moe_received(shape, sizes.tokens, ranks.expert, sizes.e)
+        found |= moe_received(shape, sizes.tokens, ranks.expert, sizes.e, recompute=job.memory.recompute)
     return found
 
 
