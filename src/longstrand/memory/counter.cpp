@@ -57,9 +57,13 @@ struct Counter final : c10::Allocator {
 
 extern "C" {
 
-void start_counting() {
+// Whether it counts from now on: not where torch's allocator has no one deleter to give blocks back to, nor where another
+// allocator keeps its place before this one.
+bool start_counting() {
   static Counter counter;
-  if (behind()->raw_deleter() != nullptr) c10::SetCPUAllocator(&counter, 1);
+  if (behind()->raw_deleter() == nullptr) return false;
+  c10::SetCPUAllocator(&counter, 1);
+  return c10::GetCPUAllocator() == &counter;
 }
 
 int64_t live_bytes() {
