@@ -53,7 +53,10 @@ def _started() -> tuple[ctypes.CDLL, None] | tuple[None, str]:
     except CannotBuild as error:
         return None, str(error)
     if not counter.start_counting():
-        return None, "torch allocates by an allocator that no counter can stand before: another library has set it"
+        return (
+            None,
+            "torch allocates by an allocator that no counter can stand before: another library has set it",
+        )
     return counter, None
 
 
