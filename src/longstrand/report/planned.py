@@ -9,7 +9,7 @@ from typing import Any
 
 from longstrand.report.tables import pairs, table
 from longstrand.series import is_number
-from longstrand.wording import duration, percent, size_bytes
+from longstrand.wording import duration, number, percent, size_bytes
 
 _TERMS = 8  # the largest ones are shown, the others as one row
 _DASH = "\u2013"
@@ -114,19 +114,19 @@ def _time(
     planned = (plan or {}).get("seconds")
     expected = None if planned is None else sum(term["seconds"] for term in planned["terms"])
     if expected is not None:
-        facts.append(("a step, planned", duration(expected)))
+        facts.append(("a step, planned", _seconds(expected)))
     measured = [("a step, measured (median)", seconds)]
     if (plan or {}).get("device_kind") == "cpu" and (plan or {}).get("threads") == 1:
         measured.append(("its CPU time, whatever else the machine did", cpu_seconds))
     for name, found in measured:
         if found:
             taken = median(found[1:] or found)
-            facts += [(name, duration(taken)), ("the plan is", _compared(expected, taken, "than measured"))]
+            facts += [(name, _seconds(taken)), ("the plan is", _compared(expected, taken, "than measured"))]
     phases = (memory or {}).get("phases", {})
     steps = phases.get("start", {}).get("times", 0)
     for name, phase in phases.items():
         if name in ("forward", "backward", "optimizer") and steps and is_number(phase.get("seconds")):
-            facts.append((f"of it {name} (mean)", duration(phase["seconds"] / steps)))
+            facts.append((f"of it {name} (mean)", _seconds(phase["seconds"] / steps)))
     return f"<h3>Time</h3>{pairs(facts)}" if facts else ""
 
 
@@ -138,7 +138,7 @@ def _largest_seconds(plan: Record | None) -> str:
     rows = [
         [
             term["name"],
-            duration(term["seconds"]),
+            _seconds(term["seconds"]),
             percent(term["seconds"] / whole),
             term["why"],
             term["evidence"],
@@ -160,6 +160,10 @@ def _shortened(terms: Sequence[Record], key: str) -> list[Record]:
         left = {"name": f"{len(rest)} smaller", key: sum(term[key] for term in rest), "place": place}
         shown.append(left | {"why": names, "evidence": _DASH})
     return shown
+
+
+def _seconds(value: float) -> str:
+    return duration(value) if value >= 1 else f"{number(value, 3)} s"
 
 
 def _size(value: float | None) -> str:
