@@ -60,7 +60,7 @@ def _check_text(arguments: list[str]) -> None:
             raise UserError(f"{argument!r}: its bytes are not UTF-8; rename the file") from None
 
 
-def _refuse(error: LongstrandError, debug: bool) -> None:
+def _refuse(error: LongstrandError, debug: bool) -> NoReturn:
     if debug:
         traceback.print_exc()
     if error.said_by_another:
