@@ -180,60 +180,59 @@ def write_demo(
     return folder
 
 
+MIB = 2**20
+
+
 def add_plan(folder: Path, *, counted: bool = True) -> None:
-    """plan.json and memory.json: 40 MiB at the start, 300 MiB predicted and 310 counted in backward; 15 s a step."""
-    mib = 2**20
+    """plan.json and memory.json: 40 MiB at the start, 300 MiB planned and 310 counted in backward; 15 s a step."""
+    (folder / "plan.json").write_text(json.dumps(_plan()))
+    (folder / "memory.json").write_text(json.dumps(_memory(counted=counted)))
 
-    def term(name: str, size: int, place: str = "device") -> dict:
-        evidence = "measured: living tensors, counted on a CPU (docs/planner.md)"
-        return {
-            "name": name,
-            "num_bytes": size * mib,
-            "place": place,
-            "why": f"{name} <of> it",
-            "evidence": evidence,
-        }
 
-    static = [term("weights", 10), term("moments", 30)]
-    many = [term(f"small {number}", 1) for number in range(1, 9)]
+def _plan() -> dict:
+    static = [_term("weights", 10), _term("moments", 30)]
+    many = [_term(f"small {number}", 1) for number in range(1, 9)]
     phases = {
         "start": static,
-        "forward": [*static, term("layer inputs", 160)],
-        "backward": [*static, term("layer inputs", 160), term("a tile in work", 92), *many],
-        "optimizer": [*static, term("gradients", 10)],
+        "forward": [*static, _term("layer inputs", 160)],
+        "backward": [*static, _term("layer inputs", 160), _term("a tile in work", 92), *many],
+        "optimizer": [*static, _term("gradients", 10)],
     }
+    guessed, found = "estimated: 80%, because of a guess", "measured: 0.5 x the estimate"
     seconds = [
-        {
-            "name": "projections",
-            "seconds": 9.0,
-            "why": "5 MFLOP",
-            "evidence": "estimated: 80%, because of a guess",
-        },
-        {"name": "scores", "seconds": 6.0, "why": "2 MFLOP", "evidence": "measured: 0.5 x the estimate"},
+        {"name": "projections", "seconds": 9.0, "why": "5 MFLOP", "evidence": guessed},
+        {"name": "scores", "seconds": 6.0, "why": "2 MFLOP", "evidence": found},
     ]
-    plan = {
+    return {
         "version": 1,
         "device": "CPU",
-        "memory": {"phases": phases, "elsewhere": [term("spool", 500, "file")]},
+        "memory": {"phases": phases, "elsewhere": [_term("spool", 500, "file")]},
         "seconds": {"total": 15.0, "terms": seconds},
         "problems": [],
     }
-    (folder / "plan.json").write_text(json.dumps(plan))
+
+
+def _term(name: str, size: int, place: str = "device") -> dict:
+    evidence = "measured: living tensors, counted on a CPU (docs/planner.md)"
+    of = {"name": name, "num_bytes": size * MIB, "place": place}
+    return of | {"why": f"{name} <of> it", "evidence": evidence}
+
+
+def _memory(*, counted: bool) -> dict:
+    """The process took 200 MiB and 1 of tensors before; twice as much as is counted becomes resident."""
     peaks = {"start": 42, "forward": 190, "backward": 310, "optimizer": 50, "evaluate": 120, "save": 45}
-    memory = {
+    taken = {"seconds": 100.0, "cpu_seconds": 90.0, "times": 10}
+
+    def held(peak: int) -> dict:
+        return {
+            "resident_bytes": (200 + 2 * peak) * MIB,
+            "counted_bytes": (1 + peak) * MIB if counted else None,
+        }
+
+    return {
         "version": 1,
         "ranks": 1,
         "not_counted": None if counted else "no compiler",
-        "baseline": {"resident_bytes": 200 * mib, "counted_bytes": mib if counted else None},
-        "phases": {
-            name: {
-                "resident_bytes": (200 + 2 * peak) * mib,
-                "counted_bytes": (1 + peak) * mib if counted else None,
-                "seconds": 100.0,
-                "cpu_seconds": 90.0,
-                "times": 10,
-            }
-            for name, peak in peaks.items()
-        },
+        "baseline": held(0),
+        "phases": {name: held(peak) | taken for name, peak in peaks.items()},
     }
-    (folder / "memory.json").write_text(json.dumps(memory))

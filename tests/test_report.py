@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+import warnings
 from html.parser import HTMLParser
 from pathlib import Path
 from xml.etree import ElementTree
@@ -465,3 +466,21 @@ def test_a_certificate_of_another_form_is_refused(broken, tmp_path, words_only):
     (folder / "certificate.json").write_text(broken)
     with pytest.raises(UserError, match=r"certificate.json: not a certificate as"):
         write_report(folder)
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [{}, {"grad_norm": 0.0, "lr": 0.0}, {"grad_norm": 1e200, "lr": 1e-300, "tokens_per_second": 1e12}],
+    ids=["usual", "flat", "far"],
+)
+@pytest.mark.parametrize("steps", [1, 900])
+def test_figures_are_drawn_without_a_warning(tmp_path, odd, steps):
+    run = write_run(tmp_path / "run", steps=steps, length=64)
+    for name, step, nats in (("before", 0, 1.0), ("after", steps, 0.5)):
+        add_series(run, name, step, [nats], [0, 64], sequences=1)
+    records = [json.loads(line) | odd for line in (run / "metrics.jsonl").read_text().splitlines()]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", category=DeprecationWarning)
+        write_report(run)

@@ -128,7 +128,8 @@ def run_evaluation(
 
     Raises:
         UserError: the target or the data cannot be used, or they do not fit each other.
-        CheckFailed: a log-probability that is not finite.
+        CheckFailed: a log-probability that is not finite; or an op would not run in the form that the run's
+            `kernels.require` names.
     """
     with together(all_ranks()):
         trained = load_trained(target)
@@ -147,6 +148,7 @@ def run_evaluation(
         edges = default_edges(length, buckets)
     say(_shared_with_training(trained, held_out))
     trained.spread(mesh)
+    trained.require_forms(length)
     progress = track(documents, "scoring", console=errors, transient=True, disable=as_json)
     with PeakMemory() as memory:
         began = time.perf_counter()

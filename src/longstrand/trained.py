@@ -9,10 +9,13 @@ from pathlib import Path
 import torch
 
 from longstrand.config import MemorySection, ModelSection, ParallelSection, Recipe, load_recipe
-from longstrand.errors import UserError
+from longstrand.errors import CheckFailed, UserError
 from longstrand.model import Model, load_model
+from longstrand.model.forms import plan_forms
+from longstrand.model.given import Pass
 from longstrand.model.parallelize import parallelize
 from longstrand.ops.native import NativeState, use_native
+from longstrand.ops.padding import Tiles
 from longstrand.parallel import Mesh, all_ranks, make_mesh, one_process, said_once
 from longstrand.state import FOLDER, latest_checkpoint, load_checkpoint
 
@@ -63,6 +66,23 @@ class Trained:
                 receive=settings.receive_rows(self.tile),
             )
         return self
+
+    def require_forms(self, tokens: int) -> None:
+        """Refuses to begin where an op would not run in the form that the run's `kernels.require` names.
+
+        Args:
+            tokens: of the longest document.
+
+        Raises:
+            CheckFailed: naming the first such layer and op, and why; as a training would.
+        """
+        model, required = self.model, "none" if self.recipe is None else self.recipe.kernels.require
+        if required == "none":
+            return
+        weight = model.norm.weight
+        of = Pass(weight.dtype, Tiles(model.spans(tokens), self.tile), device=weight.device.type)
+        with said_once(model.mesh.world, CheckFailed):
+            plan_forms(model.architecture, of).require(required)
 
     def mesh(self, context: int | None, expert: int | None) -> Mesh:
         """The mesh of the processes that torch.distributed knows; of one where it knows none.

@@ -1,6 +1,8 @@
 """Where results go: merged into one file, as Markdown, copied into pages; the fit; what levers save; the profile."""
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +14,8 @@ from longstrand.bench.growth import Sample
 from longstrand.bench.growth import judge as judge_growth
 from longstrand.bench.levers import compare
 from longstrand.bench.million import judge as judge_million
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_one_figure_is_measured_anew_and_the_others_stay(tmp_path):
@@ -58,6 +62,15 @@ def test_a_page_takes_its_tables_from_the_results_and_keeps_the_rest(tmp_path):
     for _ in range(2):
         assert _results.fill_page(page, tmp_path) == ["absent"]
         assert page.read_text() == text.format("new\n")
+
+
+@pytest.mark.parametrize("page", _results.PAGES, ids=str)
+def test_no_table_of_a_page_is_empty(page):
+    """What a page shows is measured by a figure that `make figures` runs."""
+    text = (ROOT / page).read_text()
+    shown = re.findall(r"<!-- table: ([\w-]+) -->\n(.*?)<!-- end of table -->", text, re.DOTALL)
+    assert len(shown) == text.count("<!-- table: ") > 0
+    assert [name for name, table in shown if not table.startswith("| ")] == []
 
 
 @pytest.mark.parametrize(("a", "b"), [(3e-4, 2e-10), (1e-3, 0.0), (5e-5, 7e-9)])

@@ -140,6 +140,66 @@ def test_a_requirement_is_kept_by_a_resumed_run_and_may_change(tmp_path):
     assert json.loads((run / "kernels.json").read_text())["require"] == "portable"
 
 
+@pytest.fixture
+def run_that_requires(tmp_path):
+    """A trained run whose run.toml then asks for kernels of a model of 65 iterations, which they do not take."""
+    recipe = audited_recipe(tmp_path)
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"hc_sinkhorn_iters": 65}))
+    run = train(recipe.model_copy(update={"train": recipe.train.model_copy(update={"steps": 1})}))
+    text = (run / "run.toml").read_text()
+    assert text.count('require = "none"') == 1
+    (run / "run.toml").write_text(text.replace('require = "none"', 'require = "native"'))
+    return run
+
+
+@pytest.mark.parametrize(
+    "command",
+    [("evaluate", "{run}", "--data", "{fasta}", "--length", "64"), ("generate", "{run}", "--prompt", "ACGT")],
+    ids=["evaluate", "generate"],
+)
+def test_what_does_not_run_as_required_neither_scores_nor_generates(
+    call, run_that_requires, tmp_path, command
+):
+    fasta = tmp_path / "held_out.fa"
+    fasta.write_text(">a\nACGTTGCAACCGTATGCAGG\n")
+    asked = [word.format(run=run_that_requires, fasta=fasta) for word in command]
+    code, out, err = call(*asked)
+    assert (code, out) == (3, "")
+    assert "error: layer 0, mhc_gather: asked native (kernels.require), runs portable: 65 iterations" in err
+    text = (run_that_requires / "run.toml").read_text()
+    (run_that_requires / "run.toml").write_text(text.replace('require = "native"', 'require = "none"'))
+    assert call(*asked).code == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda text: text.replace("config.json", "gone.json"), "gone.json: no such file"),
+        (lambda text: text.replace("config = ", "path = ").replace("config.json", "gone"), "gone: no such folder"),
+        (lambda text: text.replace("[kernels]", "[kernel]"), 'did you mean "kernels"?'),
+        (lambda text: text.replace('require = "none"', 'require = "nativ"'), 'must be "none", "native" or'),
+    ],
+    ids=["no config", "no folder", "unknown section", "unknown form"],
+)  # fmt: skip
+def test_a_recipe_that_cannot_be_audited_is_one_line_and_code_2(call, recipe_file, change, says):
+    before = recipe_file.read_text()
+    recipe_file.write_text(change(before))
+    assert recipe_file.read_text() != before
+    code, out, err = call("audit", recipe_file)
+    assert (code, out, err.count("\n")) == (2, "", 1) and err.startswith("error: ") and says in err
+
+
+def test_a_recipe_without_kernels_is_audited_with_the_defaults(call, recipe_file):
+    text = recipe_file.read_text()
+    start = text.index("[kernels]")
+    recipe_file.write_text(text[:start] + text[text.index("\n[", start) + 1 :])
+    code, out, _ = call("audit", recipe_file)
+    assert code == 0 and 'kernels.require = "none"' in out
+    code, _, err = call("audit", recipe_file.parent / "gone.toml")
+    assert code == 2 and "gone.toml: no such recipe" in err
+
+
 def test_the_report_shows_equal_layers_once(recipe_file):
     page = forms_html(audit(load_recipe(recipe_file)).record)
     assert page.count("layers 1, 3: DSA, experts") == 1 and page.count("sparse_attention") == 1

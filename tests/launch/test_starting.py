@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from longstrand.bench._small_models import architecture
 from longstrand.bench.crash import write_inputs
@@ -176,6 +178,42 @@ def test_torchrun_generates_and_one_rank_speaks(tmp_path):
     )
     assert ranks.stdout.split("mean_logprob")[0] == one.stdout.split("mean_logprob")[0]
     assert ranks.stdout.splitlines()[1] == one.stdout.splitlines()[1]
+
+
+def _held_to_the_end():
+    """Tensors of an exchange are dropped late, by a thread of a group that outlives `destroy_process_group`."""
+    sys.setswitchinterval(1000)
+    sys.held = dist.group.WORLD
+    for _ in range(20):
+        every = [dist.all_reduce(torch.ones(3), async_op=True) for _ in range(8)]
+        for each in every:
+            each.wait()
+    return dist.get_rank()
+
+
+@pytest.mark.parametrize("start", ["spawn", "fork"])
+def test_a_rank_that_is_done_ends_well_whatever_its_threads_still_hold(start):
+    assert run_ranks(2, _held_to_the_end, start=start, timeout=100) == [0, 1]
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_who_leaves_ends_with_its_code_and_is_not_taken_apart(code):
+    script = f"""
+import atexit, sys, threading, time
+from longstrand.rank_process import leave
+
+class Kept:
+    def __del__(self):
+        print("taken apart", flush=True)
+
+sys.kept = Kept()
+atexit.register(lambda: print("at exit"))
+threading.Thread(target=lambda: (time.sleep(0.2), print("from a thread"))).start()
+print("said")
+leave({code})
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (done.returncode, done.stdout.split("\n")) == (code, ["said", "from a thread", "at exit", ""])
 
 
 def test_workers_stop_at_the_same_step_and_none_outlives_the_one_who_waits(tmp_path):

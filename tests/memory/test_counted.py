@@ -65,6 +65,43 @@ def test_without_a_compiler_it_says_why(monkeypatch):
     module._counter.cache_clear()
 
 
+OTHER_ALLOCATOR = """
+#include <c10/core/CPUAllocator.h>
+struct Other final : c10::Allocator {
+  c10::DataPtr allocate(size_t bytes) override { return c10::GetDefaultCPUAllocator()->allocate(bytes); }
+  c10::DeleterFnPtr raw_deleter() const override { return @deleter@; }
+  void copy_data(void* to, const void* from, size_t n) const override { default_copy_data(to, from, n); }
+};
+extern "C" void set_other() { static Other other; c10::SetCPUAllocator(&other, @priority@); }
+"""
+COUNTED_BEHIND = """
+import sys
+from pathlib import Path
+import torch
+from longstrand.memory import counted
+from longstrand.ops.native.build import Sources, loaded_library
+flags = ("-std=c++20", "-shared", "-fPIC", f"-I{counted._TORCH / 'include'}", f"-L{counted._TORCH / 'lib'}", "-lc10")
+loaded_library(Path(sys.argv[1]), Sources((Path(sys.argv[1]) / "other.cpp",), (), flags)).set_other()
+memory = counted.CountedMemory(torch.device("cpu"))
+assert torch.ones(3).sum() == 3
+assert memory.why_not is not None and "another library has set it" in memory.why_not, memory.why_not
+assert memory.take() is None and memory.live() is None
+"""
+
+
+@pytest.mark.parametrize(
+    ("deleter", "priority"), [("nullptr", 1), ("c10::GetDefaultCPUAllocator()->raw_deleter()", 2)]
+)
+def test_where_another_allocator_stands_it_says_so_and_counts_nothing(counted, tmp_path, deleter, priority):
+    """One whose blocks cannot be given back, and one that keeps its place."""
+    text = OTHER_ALLOCATOR.replace("@deleter@", deleter).replace("@priority@", str(priority))
+    (tmp_path / "other.cpp").write_text(text)
+    ended = subprocess.run(
+        [sys.executable, "-c", COUNTED_BEHIND, tmp_path], capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+
+
 def test_what_was_made_before_it_may_be_freed_after_it():
     """oneDNN keeps blocks of torch's allocator from call to call; a counter that took them for its own crashed."""
     script = """

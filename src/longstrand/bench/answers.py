@@ -11,7 +11,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,19 +61,37 @@ QUESTIONS = (
 )
 
 
+COLUMNS: dict[str, Callable[[Mapping[str, Any]], str]] = {
+    "tokens": lambda plan: f"{plan['length']:,}",
+    "devices": lambda plan: str(plan["devices"]),
+    "data x context, expert": lambda plan: "{data} x {context}, {expert}".format(**plan["parallel"]),
+    "GiB per device": lambda plan: gib(plan["device_bytes"]),
+    "GiB per host": lambda plan: gib(plan["host"]["bytes"]),
+    "GiB in files": lambda plan: gib(plan["files"]["bytes"]),
+    "tokens/s": lambda plan: _rate(plan),
+    "levers": lambda plan: _levers(plan),
+}
+"""What a table shows of a plan."""
+
+
 def measure() -> list[dict[str, Any]]:
+    """The questions, then the terms of the first answer and the same machine over the length; a table of each."""
+    return [*measure_questions(), measure_terms(), measure_lengths()]
+
+
+def measure_questions() -> list[dict[str, Any]]:
     """A record per question: it fits, and is answered in less than two seconds."""
     records, rows = [], []
     for question in QUESTIONS:
         plan, seconds = answer(question.options)
-        rate = f"{plan['seconds']['tokens_per_second']:,.0f}"
-        length, devices = f"{plan['length']:,}", plan["devices"]
+        shown = {name: cell(plan) for name, cell in COLUMNS.items()}
+        rows.append([question.name, *shown.values(), question.published, f"{seconds:.2f}"])
         records.append(
             {
                 "name": question.name,
                 "asked": f"fits; answered in under {SECONDS:g} s",
-                "measured": f"{length} tokens on {devices}, {gib(plan['device_bytes'])} GiB each, {rate} tokens/s; "
-                f"{seconds:.2f} s",
+                "measured": f"{shown['tokens']} tokens on {shown['devices']}, {shown['GiB per device']} GiB each, "
+                f"{shown['tokens/s']} tokens/s; {seconds:.2f} s",
                 "pass": plan["fits"] and seconds < SECONDS,
                 "published": question.published,
                 "command": f"longstrand plan {question.options}",
@@ -81,91 +99,51 @@ def measure() -> list[dict[str, Any]]:
                 "plan": plan,
             }
         )
-        levers = _levers(plan)
-        mesh = plan["parallel"]
-        rows.append(
-            [
-                question.name,
-                length,
-                str(devices),
-                f"{mesh['data']} x {mesh['context']}, {mesh['expert']}",
-                gib(plan["device_bytes"]),
-                gib(plan["host"]["bytes"]),
-                gib(plan["files"]["bytes"]),
-                rate,
-                levers,
-                question.published,
-                f"{seconds:.2f}",
-            ]
-        )
-    columns = [
-        "question",
-        "tokens",
-        "devices",
-        "data x context, expert",
-        "GiB per device",
-        "GiB per host",
-        "GiB in files",
-    ]
-    columns += ["tokens/s", "levers", "published", "answered in, s"]
-    records[-1]["table"] = {"columns": columns, "rows": rows}
+    records[-1]["table"] = {
+        "name": "answers",
+        "columns": ["question", *COLUMNS, "published", "answered in, s"],
+        "rows": rows,
+    }
     return records
 
 
 def measure_terms() -> dict[str, Any]:
     """The memory and the seconds of a million tokens on 64 B200, term by term."""
     plan, seconds = answer(MILLION)
+    peak, time = plan["phases"][plan["peak_phase"]], plan["seconds"]
+    summed = [f"sum at the peak ({plan['peak_phase']})", gib(plan["device_bytes"]), ""]
+    taken = ["sum, seconds", f"{time['total']:.2f}", "", f"{_rate(plan)} tokens/s; published: 13,700"]
     rows = [
-        [term["name"], gib(term["bytes"]), term["evidence"].partition(":")[0], term["why"]]
-        for term in sorted(plan["phases"][plan["peak_phase"]], key=lambda term: -term["bytes"])
+        *(_row(term, gib(term["bytes"])) for term in sorted(peak, key=lambda term: -term["bytes"])),
+        [*summed, "of 178 GiB; published: 144.5"],
+        *(_row(term, f"{term['seconds']:.2f}", ", seconds") for term in time["terms"]),
+        taken,
     ]
-    rows.append(
-        [
-            f"sum at the peak ({plan['peak_phase']})",
-            gib(plan["device_bytes"]),
-            "",
-            "of 178 GiB; published: 144.5",
-        ]
-    )
-    rows += [
-        [
-            f"{term['name']}, seconds",
-            f"{term['seconds']:.2f}",
-            term["evidence"].partition(":")[0],
-            term["why"],
-        ]
-        for term in plan["seconds"]["terms"]
-    ]
-    total = plan["seconds"]
-    rate = f"{total['tokens_per_second']:,.0f} tokens/s; published: 13,700"
-    rows.append(["sum, seconds", f"{total['total']:.2f}", "", rate])
-    added = sum(term["bytes"] for term in plan["phases"][plan["peak_phase"]])
+    added = sum(term["bytes"] for term in peak)
     return {
+        "name": "the first one, term by term",
         "asked": "terms that add up to the peak",
-        "measured": f"{len(plan['phases'][plan['peak_phase']])} terms, {added / GIB:.1f} GiB",
+        "measured": f"{len(peak)} terms, {added / GIB:.1f} GiB",
         "pass": added == plan["device_bytes"] and plan["fits"],
         "seconds": seconds,
-        "table": {"columns": ["term", "GiB", "known by", "how"], "rows": rows},
+        "table": {"name": "answer_terms", "columns": ["term", "GiB", "known by", "how"], "rows": rows},
     }
 
 
 def measure_lengths() -> dict[str, Any]:
     """Memory and tokens per second over the length, on 64 B200."""
     plans, seconds = answer(LENGTHS)
-    rows = []
-    for plan in plans:
-        levers = _levers(plan)
-        rate = f"{plan['seconds']['tokens_per_second']:,.0f}" if plan["fits"] else "does not fit"
-        host = gib(plan["host"]["bytes"])
-        rows.append([f"{plan['length']:,}", gib(plan["device_bytes"]), host, rate, levers])
+    columns = ("tokens", "GiB per device", "GiB per host", "tokens/s", "levers")
     return {
+        "name": "over the length, 64 B200",
         "asked": f"9 lengths in under {SECONDS:g} s",
         "measured": f"{len(plans)} lengths, {sum(plan['fits'] for plan in plans)} fit; {seconds:.2f} s",
         "pass": len(plans) == 9 and seconds < SECONDS,
         "seconds": seconds,
         "table": {
-            "columns": ["tokens", "GiB per device", "GiB per host", "tokens/s", "levers"],
-            "rows": rows,
+            "name": "answer_lengths",
+            "columns": columns,
+            "rows": [[COLUMNS[name](plan) for name in columns] for plan in plans],
         },
     }
 
@@ -187,7 +165,15 @@ def answer(options: str) -> tuple[Any, float]:
 def main(arguments: Sequence[str]) -> int:
     """`longstrand bench answers`."""
     command_line("answers", __doc__).parse_args(list(arguments))
-    return show([*measure(), measure_terms() | {"name": "terms"}, measure_lengths() | {"name": "lengths"}])
+    return show(measure())
+
+
+def _row(term: Mapping[str, Any], value: str, unit: str = "") -> list[str]:
+    return [f"{term['name']}{unit}", value, term["evidence"].partition(":")[0], term["why"]]
+
+
+def _rate(plan: Mapping[str, Any]) -> str:
+    return f"{plan['seconds']['tokens_per_second']:,.0f}" if plan["fits"] else "does not fit"
 
 
 def _levers(plan: Mapping[str, Any]) -> str:

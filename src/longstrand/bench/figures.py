@@ -69,8 +69,6 @@ ISSUES: dict[str, dict[str, str]] = {  # issue -> figure -> module, or module:fu
         "time": "planned_time",
         "anchors": "anchors",
         "answers": "answers",
-        "answer_terms": "answers:measure_terms",
-        "answer_lengths": "answers:measure_lengths",
         "audit": "audited",
         "probe": "probed",
     },

@@ -8,10 +8,10 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 
 from longstrand.memory.protocol import TileGraph
 from longstrand.model import Model
@@ -77,11 +77,19 @@ class Observer:
         with ExitStack() as held:
             for index, layer in enumerate(self.model.layers):
                 for stage in _STAGES:
-                    inside = partial(self._inside, index, getattr(layer, stage))
-                    held.enter_context(patch.object(layer, stage, inside))
+                    held.enter_context(self._entered(index, layer, stage))
             held.enter_context(watched(self))
             held.enter_context(self._profiled())
             yield
+
+    @contextmanager
+    def _entered(self, place: Place, layer: Module, stage: str) -> Iterator[None]:
+        """Inside, the layer's stage notes where it is; its class stays as it is."""
+        object.__setattr__(layer, stage, partial(self._inside, place, getattr(layer, stage)))
+        try:
+            yield
+        finally:
+            object.__delattr__(layer, stage)
 
     def op(self, op: Op, refusal: str | None, inputs: Mapping[str, Given]) -> None:
         seen = self._seen(op)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import traceback
+from typing import NoReturn
 
 import typer
 from pydantic import ValidationError
@@ -12,6 +14,7 @@ from longstrand.cli import audit as _audit  # noqa: F401 (brings its command)
 from longstrand.cli import probe as _probe  # noqa: F401 (brings its command)
 from longstrand.cli.commands import app
 from longstrand.errors import LongstrandError, RunFailed, UserError
+from longstrand.rank_process import leave, under_torchrun
 
 _TRACE = "\nTraceback (most recent call last)"  # of another process: no one line says what it failed at
 _TORCH_OUT_OF_MEMORY = ("allocate memory", "out of memory", "Storage size calculation overflowed")
@@ -23,7 +26,15 @@ def main() -> None:
     Codes: 0 done; 1 failed; 2 bad command, config or input; 3 a check failed; 130, 143 stopped by a signal.
     `--debug`, anywhere on the line, shows the traceback that a one-line error leaves out.
     """
-    arguments = sys.argv[1:]
+    try:
+        _run(sys.argv[1:])
+    except SystemExit as ended:
+        if under_torchrun(os.environ):
+            leave(ended.code if isinstance(ended.code, int) else 0)
+        raise
+
+
+def _run(arguments: list[str]) -> NoReturn:
     debug = "--debug" in arguments
     try:
         _check_text(arguments)
@@ -49,7 +60,7 @@ def _check_text(arguments: list[str]) -> None:
             raise UserError(f"{argument!r}: its bytes are not UTF-8; rename the file") from None
 
 
-def _refuse(error: LongstrandError, debug: bool) -> None:
+def _refuse(error: LongstrandError, debug: bool) -> NoReturn:
     if debug:
         traceback.print_exc()
     if error.said_by_another:

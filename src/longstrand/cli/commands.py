@@ -19,6 +19,7 @@ from longstrand.cli.arguments import tokens_of
 from longstrand.cli.plan import plan
 from longstrand.config import Recipe, dump_toml, example_recipe, load_recipe
 from longstrand.errors import UserError
+from longstrand.rank_process import under_torchrun
 
 app = typer.Typer(
     help="Train open hybrid language models on sequences of a million tokens and more.",
@@ -110,7 +111,7 @@ def train(
             _check_place(Path(recipe), settings)
         return settings
 
-    if not {"RANK", "TORCHELASTIC_RUN_ID"} & os.environ.keys():
+    if not under_torchrun(os.environ):
         load()  # a wrong recipe is refused before torch is imported
     from longstrand.launch import start_training
 

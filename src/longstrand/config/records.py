@@ -262,8 +262,8 @@ class KernelsSection(Record):
     )
     require: Literal["none", "native", "portable"] = Field(
         "none",
-        description="a form that every op that has it must run in: train does not begin, and audit fails, where one "
-        "would not",
+        description="a form that every op that has it must run in: train, evaluate and generate do not begin, and "
+        "audit fails, where one would not",
     )
 
     @model_validator(mode="after")

@@ -65,7 +65,8 @@ def run_generation(target: Path, request: Request) -> str:
 
     Raises:
         UserError: the target, a prompt or a setting cannot be used, or `out` exists.
-        CheckFailed: a log-probability that is not finite.
+        CheckFailed: a log-probability that is not finite; or an op would not run in the form that the run's
+            `kernels.require` names.
     """
     world = all_ranks()
     by_first(world, lambda: _check_out(request.out))
@@ -79,6 +80,7 @@ def run_generation(target: Path, request: Request) -> str:
         sampling = _sampling(trained, request, codec)
     mesh = trained.mesh(request.context, request.expert)
     trained.spread(mesh)
+    trained.require_forms(longest)
     with _watching(len(prompts) * request.num_samples * request.max_new_tokens, mesh.first) as work:
         found = generate(
             trained.model,

@@ -17,6 +17,7 @@ from longstrand.launch.ranks import backend, others_needed, train_as_rank
 from longstrand.launch.through_ray import train_through_ray
 from longstrand.parallel import Axis, all_ranks, by_first
 from longstrand.parallel.processes import MEETING_SECONDS
+from longstrand.rank_process import under_torchrun
 from longstrand.train.run_folder import Started
 from longstrand.train.sft import check, train
 
@@ -42,7 +43,7 @@ def start_training(
         UserError: the recipe does not fit the number of processes, or two ways to start are asked for at once; and
             what `train` raises.
     """
-    if _under_torchrun(environment):
+    if under_torchrun(environment):
         if workers is not None or ray is not None:
             option = "--ray" if ray is not None else "--workers"
             raise UserError(
@@ -73,7 +74,7 @@ def joined_ranks(environment: MutableMapping[str, str]) -> Iterator[Axis]:
 
     A rank shows what ends it alone: only where all end for the same reason one speaks for them (`said_by_another`).
     """
-    if not _under_torchrun(environment):
+    if not under_torchrun(environment):
         yield all_ranks()
         return
     with _joined(environment) as world, others_needed(world, "start again"):
@@ -98,10 +99,6 @@ def require_fit(parallel: ParallelSection, num_processes: int) -> None:
         f"parallel.data x parallel.context = {parallel.data} x {parallel.context}: must be the number of processes, "
         f"{num_processes}; start {parallel.world} (--workers {parallel.world}, or torchrun), or change the axes"
     )
-
-
-def _under_torchrun(environment: MutableMapping[str, str]) -> bool:
-    return "TORCHELASTIC_RUN_ID" in environment or {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= environment.keys()
 
 
 def _check_under_torchrun(

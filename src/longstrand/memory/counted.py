@@ -33,10 +33,7 @@ class CountedMemory:
         self._counter: ctypes.CDLL | None = None
         self.why_not: str | None = None
         if self._cuda is None:
-            try:
-                self._counter = _counter()
-            except CannotBuild as error:
-                self.why_not = str(error)
+            self._counter, self.why_not = _started()
 
     def live(self) -> int | None:
         """Bytes that live now; None where nothing is counted."""
@@ -56,9 +53,23 @@ class CountedMemory:
         return None if self._counter is None else int(self._counter.take_most())
 
 
+def _started() -> tuple[ctypes.CDLL, None] | tuple[None, str]:
+    """The counter in its place, or why there is none."""
+    try:
+        counter = _counter()
+    except CannotBuild as error:
+        return None, str(error)
+    if not counter.start_counting():
+        return (
+            None,
+            "torch allocates by an allocator that no counter can stand before: another library has set it",
+        )
+    return counter, None
+
+
 @cache
 def _counter() -> ctypes.CDLL:
-    """The counter, in place; compiled once per machine (about 1 s)."""
+    """The counter's library; compiled once per machine (about 1 s)."""
     flags = (
         "-std=c++20",
         "-O2",
@@ -74,5 +85,5 @@ def _counter() -> ctypes.CDLL:
     )
     for name in ("live_bytes", "take_most"):
         getattr(library, name).restype = ctypes.c_int64
-    library.start_counting()
+    library.start_counting.restype = ctypes.c_bool
     return library

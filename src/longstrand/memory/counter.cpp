@@ -83,13 +83,14 @@ struct Counter final : c10::Allocator {
 
 extern "C" {
 
-// Whether it stands in front of torch's allocator from now on.
+// Whether it counts from now on: not where torch's allocator has no one deleter to give blocks back to, nor where another
+// allocator keeps its place before this one.
 bool start_counting() {
   static Counter counter;
   if (behind()->raw_deleter() == nullptr) return false;
   pages.reserve(kAddresses);  // or all blocks are torch's own
   c10::SetCPUAllocator(&counter, 1);
-  return true;
+  return c10::GetCPUAllocator() == &counter;
 }
 
 int64_t live_bytes() {

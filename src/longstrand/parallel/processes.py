@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from longstrand.errors import LongstrandError, RunFailed
+from longstrand.rank_process import leave
 
 MEETING_SECONDS = 3600
 """How long a rank waits for another in an exchange before it fails: longer than a pass, or writing a checkpoint, takes.
@@ -50,10 +51,11 @@ def run_ranks(
         RunFailed: a rank raised something else (with its traceback), was killed, or the time was up.
     """
     process = multiprocessing.get_context(start).Process  # type: ignore[attr-defined]
+    target = _spawned if start == "spawn" else _rank
     with tempfile.TemporaryDirectory(prefix="longstrand-") as folder:
         threads = torch.get_num_threads()
         ranks = [
-            process(target=_rank, args=(rank, num_ranks, folder, threads, function, args))
+            process(target=target, args=(rank, num_ranks, folder, threads, function, args))
             for rank in range(num_ranks)
         ]
         try:
@@ -63,6 +65,11 @@ def run_ranks(
         finally:
             _end(ranks)
         return [torch.load(Path(folder) / f"result_{rank}", weights_only=False) for rank in range(num_ranks)]
+
+
+def _spawned(*arguments: Any) -> None:
+    _rank(*arguments)
+    leave(0)
 
 
 def _rank(

@@ -153,6 +153,8 @@ def short_number(value: float, _: int) -> str:
     """A tick's label."""
     if value == 0:
         return "0"
+    if abs(value) >= 1e9:
+        return f"{value:.1e}"
     if abs(value) >= 10000:
         return f"{value / 1000:,.0f}k"
     return f"{value:,.4g}" if abs(value) >= 1e-4 else f"{value:.1e}"

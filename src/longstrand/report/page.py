@@ -34,8 +34,10 @@ def page_html(run: RunFolder, findings: Findings, unit: Unit, plots: Sequence[Pl
         _section("Training", _training(loss, unit)),
         _section("Memory and speed", _memory_and_speed(run, steps)),
         _section(
-            "Memory and time: predicted and measured",
-            planned_html(run.plan, run.memory, run.column("seconds")[1], run.column("cpu_seconds")[1]),
+            "Memory and time: planned and measured",
+            planned_html(
+                run.plan, run.memory, run.damaged, run.column("seconds")[1], run.column("cpu_seconds")[1]
+            ),
         ),
         _section("Which implementation ran", forms_html(run.kernels)),
         _section("Certificate", certificate_html(run.certificate)),

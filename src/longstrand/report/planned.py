@@ -4,70 +4,33 @@ from __future__ import annotations
 
 import html
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from statistics import median
 from typing import Any
 
-from longstrand.errors import UserError
 from longstrand.report.tables import pairs, table
 from longstrand.series import is_number
 from longstrand.wording import duration, number, percent, size_bytes
 
 _TERMS = 8  # the largest ones are shown, the others as one row
 _DASH = "\u2013"
-_MINUS = "\u2212"
 
 Record = Mapping[str, Any]
 
 
-def check_plan(path: Path, found: Any) -> Any:
-    """The value of a plan.json that train has written; None where there is none.
-
-    Raises:
-        UserError: it has another form.
-    """
-    if found is None:
-        return None
-    whole = isinstance(found, dict) and isinstance(found.get("problems"), list)
-    memory, seconds = (found.get("memory"), found.get("seconds")) if whole else (None, None)
-    if memory is not None:
-        phases = memory.get("phases") if isinstance(memory, dict) else None
-        whole = isinstance(phases, dict) and all(_are_terms(terms, "num_bytes") for terms in phases.values())
-        whole = whole and _are_terms(memory.get("elsewhere"), "num_bytes")
-    if seconds is not None:
-        whole = whole and isinstance(seconds, dict) and _are_terms(seconds.get("terms"), "seconds")
-    if not whole:
-        raise UserError(f"{path}: not a plan as train writes it; the file is damaged")
-    return found
-
-
-def check_memory(path: Path, found: Any) -> Any:
-    """The value of a memory.json that train has written; None where there is none.
-
-    Raises:
-        UserError: it has another form.
-    """
-    if found is None:
-        return None
-    phases = found.get("phases") if isinstance(found, dict) else None
-    if (
-        not isinstance(phases, dict)
-        or not _is_measured(found.get("baseline"))
-        or not all(_is_measured(each) and is_number(each.get("times")) for each in phases.values())
-    ):
-        raise UserError(f"{path}: not what train writes about memory; the file is damaged")
-    return found
-
-
 def planned_html(
-    plan: Record | None, memory: Record | None, seconds: Sequence[float], cpu_seconds: Sequence[float]
+    plan: Record | None,
+    memory: Record | None,
+    damaged: Sequence[str],
+    seconds: Sequence[float],
+    cpu_seconds: Sequence[float],
 ) -> str:
-    """Predicted beside measured; empty without a file of either.
+    """Planned beside measured; empty without a file of either.
 
     Args:
+        damaged: a sentence about each file that cannot be used, which is then None.
         seconds, cpu_seconds: of each step.
     """
-    if plan is None and memory is None:
+    if plan is None and memory is None and not damaged:
         return ""
     parts = [
         _memory(plan, memory),
@@ -75,38 +38,49 @@ def planned_html(
         _time(plan, memory, seconds, cpu_seconds),
         _largest_seconds(plan),
     ]
-    problems = [*(plan or {}).get("problems", [])]
-    if plan is None:
-        problems.append("plan.json is absent: nothing was predicted.")
-    if memory is None:
+    problems = [*damaged, *(plan or {}).get("problems", [])]
+    names = {sentence.partition(":")[0] for sentence in damaged}
+    if plan is None and "plan.json" not in names:
+        problems.append("plan.json is absent: nothing was planned.")
+    if memory is None and "memory.json" not in names:
         problems.append("memory.json is absent: the run has not measured its phases.")
-    notes = "".join(f'<p class="aside">{html.escape(str(problem))}</p>' for problem in problems)
-    return "".join(parts) + notes
+    return "".join(parts) + "".join(_aside(str(problem)) for problem in problems)
 
 
 def _memory(plan: Record | None, memory: Record | None) -> str:
+    """Bytes of tensors judge the plan; what is resident stands beside them and is not planned."""
     planned = ((plan or {}).get("memory") or {}).get("phases", {})
     measured = (memory or {}).get("phases", {})
     rows = []
     for phase in dict.fromkeys([*planned, *measured]):
-        predicted = sum(term["num_bytes"] for term in planned[phase]) if phase in planned else None
+        expected = _sum(planned[phase]) if phase in planned else None
         counted, resident = (_above(memory, phase, key) for key in ("counted_bytes", "resident_bytes"))
-        row = [phase, _size(predicted), _size(counted), _difference(predicted, counted)]
-        rows.append([*row, _size(resident), _difference(predicted, resident)])
+        judged = _DASH if counted is None else _compared(expected, counted, "than counted")
+        rows.append([phase, *map(_size, (expected, counted)), judged, _size(resident)])
     if not rows:
         return ""
-    head = ["phase", "predicted", "living tensors", "off by", "resident", "off by"]
-    return table(head, rows, caption="Peaks by phase, of the rank with the most. " + _baseline(memory))
+    head = ["phase", "planned", "counted", "the plan is", "resident"]
+    caption = (
+        "Most bytes of tensors that live at once in each phase, on the rank with the most: as planned, and as counted "
+        "where torch allocates them. The plan is judged by these; what is resident stands beside."
+    )
+    return table(head, rows, caption=caption) + _measured_how(memory)
 
 
-def _baseline(memory: Record | None) -> str:
-    """What the numbers are over, and what is not counted."""
+def _measured_how(memory: Record | None) -> str:
+    """What the measured numbers are over, what resident ones hold beside, and what is not counted."""
     if memory is None:
         return ""
-    held = size_bytes(memory["baseline"]["resident_bytes"])
-    text = f"Measured ones are above the process without a model ({held} resident)."
+    own = size_bytes(memory["baseline"]["resident_bytes"])
+    text = _aside(
+        f"Resident: what the system gave the process above its own {own} without a model. It holds beside the tensors "
+        "what no plan knows, mostly holes in the C library's heap and the code that oneDNN compiles, tens of MiB even "
+        "in a small run."
+    )
     reason = memory.get("not_counted")
-    return f"{text} Living tensors are not counted: {reason}." if isinstance(reason, str) else text
+    if isinstance(reason, str):
+        text += _aside(f"Bytes of tensors are not counted, so nothing judges the plan: {reason}.")
+    return text
 
 
 def _above(memory: Record | None, phase: str, key: str) -> float | None:
@@ -121,7 +95,7 @@ def _largest_bytes(plan: Record | None) -> str:
     planned = (plan or {}).get("memory")
     if planned is None or not planned["phases"]:
         return ""
-    peak = max(planned["phases"], key=lambda name: sum(term["num_bytes"] for term in planned["phases"][name]))
+    peak = max(planned["phases"], key=lambda name: _sum(planned["phases"][name]))
     terms = [*planned["phases"][peak], *planned["elsewhere"]]
     rows = [
         [term["name"], size_bytes(term["num_bytes"]), term["place"], term["why"], term["evidence"]]
@@ -138,21 +112,21 @@ def _time(
     """The first step is left out where there are more: it fills caches."""
     facts: list[tuple[str, str]] = []
     planned = (plan or {}).get("seconds")
-    predicted = None if planned is None else sum(term["seconds"] for term in planned["terms"])
-    if predicted is not None:
-        facts.append(("a step, predicted", duration(predicted)))
+    expected = None if planned is None else sum(term["seconds"] for term in planned["terms"])
+    if expected is not None:
+        facts.append(("a step, planned", _seconds(expected)))
     measured = [("a step, measured (median)", seconds)]
     if (plan or {}).get("device_kind") == "cpu" and (plan or {}).get("threads") == 1:
         measured.append(("its CPU time, whatever else the machine did", cpu_seconds))
     for name, found in measured:
         if found:
             taken = median(found[1:] or found)
-            facts += [(name, duration(taken)), ("prediction off by", _difference(predicted, taken))]
+            facts += [(name, _seconds(taken)), ("the plan is", _compared(expected, taken, "than measured"))]
     phases = (memory or {}).get("phases", {})
     steps = phases.get("start", {}).get("times", 0)
     for name, phase in phases.items():
         if name in ("forward", "backward", "optimizer") and steps and is_number(phase.get("seconds")):
-            facts.append((f"of it {name} (mean)", duration(phase["seconds"] / steps)))
+            facts.append((f"of it {name} (mean)", _seconds(phase["seconds"] / steps)))
     return f"<h3>Time</h3>{pairs(facts)}" if facts else ""
 
 
@@ -164,7 +138,7 @@ def _largest_seconds(plan: Record | None) -> str:
     rows = [
         [
             term["name"],
-            duration(term["seconds"]),
+            _seconds(term["seconds"]),
             percent(term["seconds"] / whole),
             term["why"],
             term["evidence"],
@@ -188,32 +162,27 @@ def _shortened(terms: Sequence[Record], key: str) -> list[Record]:
     return shown
 
 
+def _seconds(value: float) -> str:
+    return duration(value) if value >= 1 else f"{number(value, 3)} s"
+
+
 def _size(value: float | None) -> str:
     return _DASH if value is None else size_bytes(value)
 
 
-def _difference(predicted: float | None, measured: float | None) -> str:
-    """How much larger the prediction is, in percent of what was measured."""
-    if predicted is None or measured is None or measured <= 0:
+def _compared(planned: float | None, measured: float, than: str) -> str:
+    """How far a plan is from what was measured, in words, as a part of the latter."""
+    if planned is None or measured <= 0:
         return _DASH
-    relative = predicted / measured - 1
-    text = number(100 * relative, 1)
-    return f"{'' if text.startswith(_MINUS) or text == '0.0' else '+'}{percent(relative)}"
+    relative = planned / measured - 1
+    if abs(relative) < 0.0005:
+        return "the same"
+    return f"{percent(abs(relative))} {'more' if relative > 0 else 'less'} {than}"
 
 
-def _are_terms(terms: Any, key: str) -> bool:
-    return isinstance(terms, list) and all(
-        isinstance(term, dict)
-        and is_number(term.get(key))
-        and all(isinstance(term.get(text), str) for text in ("name", "why", "evidence"))
-        and (key == "seconds" or isinstance(term.get("place"), str))
-        for term in terms
-    )
+def _sum(terms: Sequence[Record]) -> float:
+    return sum(term["num_bytes"] for term in terms)
 
 
-def _is_measured(value: Any) -> bool:
-    return (
-        isinstance(value, dict)
-        and is_number(value.get("resident_bytes"))
-        and (value.get("counted_bytes") is None or is_number(value["counted_bytes"]))
-    )
+def _aside(text: str) -> str:
+    return f'<p class="aside">{html.escape(text)}</p>'

@@ -1,16 +1,17 @@
-"""What a run folder holds, read with checks: each file may be absent, none may be corrupt."""
+"""What a run folder holds, read with checks: each file may be absent; corrupt may be those that only compare."""
 
 from __future__ import annotations
 
 import json
 import tomllib
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from longstrand.errors import UserError
 from longstrand.report.certificate import check_certificate
-from longstrand.report.planned import check_memory, check_plan
+from longstrand.report.plan_files import flaw_of_memory, flaw_of_plan
 from longstrand.series import Series, is_count, is_number, read_series
 
 CERTIFICATE = "certificate.json"  # which is no file of a run: certify writes it into any folder
@@ -25,6 +26,8 @@ class RunFolder:
     Args:
         metrics: one record per step, steps increasing.
         torn: whether the last line of metrics.jsonl is incomplete, as in a run that is still writing it.
+        plan, memory: None, too, where the file cannot be used.
+        damaged: why not, a sentence about each.
     """
 
     path: Path
@@ -38,6 +41,7 @@ class RunFolder:
     certificate: Any = None
     plan: Any = None
     memory: Any = None
+    damaged: tuple[str, ...] = ()
 
     def setting(self, section: str, key: str) -> Any:
         """A setting of run.toml, None where it is absent."""
@@ -74,6 +78,8 @@ def read_run_folder(path: Path) -> RunFolder:
         raise UserError(f"{path}: not a run folder, it holds none of {', '.join(FILES)}")
     recipe_text = _read_text(path / "run.toml")
     metrics, torn = _read_metrics(path / "metrics.jsonl")
+    plan, no_plan = _read_checked(path / PLAN, flaw_of_plan)
+    memory, no_memory = _read_checked(path / MEMORY, flaw_of_memory)
     return RunFolder(
         path=path,
         recipe=_parse_recipe(path / "run.toml", recipe_text),
@@ -84,8 +90,9 @@ def read_run_folder(path: Path) -> RunFolder:
         torn=torn,
         series=read_series(path / "evaluate.json"),
         certificate=check_certificate(path / CERTIFICATE, _read_json(path / CERTIFICATE)),
-        plan=check_plan(path / PLAN, _read_json(path / PLAN)),
-        memory=check_memory(path / MEMORY, _read_json(path / MEMORY)),
+        plan=plan,
+        memory=memory,
+        damaged=tuple(sentence for sentence in (no_plan, no_memory) if sentence),
     )
 
 
@@ -115,6 +122,17 @@ def _read_json(path: Path) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: not valid JSON ({_one_line(error)}); the file is damaged") from error
+
+
+def _read_checked(path: Path, flaw_of: Callable[[Any], str | None]) -> tuple[Any, str | None]:
+    """The value of a file that the report can do without, or why it cannot be used."""
+    try:
+        found = _read_json(path)
+    except UserError as error:
+        flaw: str | None = str(error).removeprefix(f"{path}: ").removesuffix("; the file is damaged")
+    else:
+        flaw = None if found is None and not path.exists() else flaw_of(found)
+    return (found, None) if flaw is None else (None, f"{path.name}: damaged: {flaw}; nothing compared.")
 
 
 def _read_metrics(path: Path) -> tuple[list[dict[str, Any]], bool]:

@@ -9,13 +9,13 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from rich.console import Console
 
 from longstrand.config import Recipe, TrainSection
-from longstrand.data import Data, Loader, Pack, open_data
+from longstrand.data import Data, DocumentPacks, Loader, Pack, open_data
 from longstrand.errors import CheckFailed, UserError
 from longstrand.memory import Levers, levers_of
 from longstrand.model import Model, load_model
@@ -75,31 +75,19 @@ def train(
     # 1. The folder: made or reopened, for this run alone.
     with _opened(recipe, mesh or _mesh_of(recipe), resume=resume, started=started) as run:
         # 2. Data, model and optimizer, as they were where a stopped run was.
-        nothing_yet = "no step was taken; start it again"
-        with run.stop.leaving(nothing_yet, run.mesh.world) as leave_if_asked:
-            with together(run.mesh.world), run.stop.leaving_at_once(nothing_yet):
-                prepared = prepare(run.recipe)
-                packs = evaluation_packs(run.recipe, prepared.data)
-            training = spread(run.recipe, prepared, run.mesh)
-            leave_if_asked()
-            restore(run.folder, training, run.recipe.train.steps)
-            leave_if_asked()
-            by_first(run.mesh.world, lambda: _write_start(run.folder, run.recipe, training))
+        training, packs = _begun(run)
 
         # 3. Held-out loss by position before the first step.
-        with run.stop.leaving(f"no step was taken; {run.go_on}", run.mesh.world) as leave_if_asked:
-            if run.recipe.evaluate.before and training.step == 0:
-                with run.phases.of("evaluate"):
-                    evaluate_once(run.folder, run.recipe, training, packs, "before", leave_if_asked)
+        _evaluate(run, training, packs, "before", f"no step was taken; {run.go_on}")
 
         # 4. The steps; each one that is due is saved.
         if training.step < run.recipe.train.steps:
             _take_steps(run, training)
 
         # 5. Held-out loss by position after the last step.
-        missing = f"all steps are saved, an evaluation is missing; {run.go_on}"
-        with run.stop.leaving(missing, run.mesh.world) as leave_if_asked, run.phases.of("evaluate"):
-            evaluate_once(run.folder, run.recipe, training, packs, "after", leave_if_asked)
+        _evaluate(
+            run, training, packs, "after", f"all steps are saved, an evaluation is missing; {run.go_on}"
+        )
         run.phases.write(run.folder, run.mesh.world)
         _log.info("done: %d steps", training.step)
     return run.folder
@@ -247,8 +235,41 @@ def _opened(recipe: Recipe, mesh: Mesh, *, resume: bool, started: Started) -> It
         yield _Run(folder, resolved, mesh, console, stop, phases, go_on)
 
 
+def _begun(run: _Run) -> tuple[Training, dict[str, DocumentPacks]]:
+    """The training at its last checkpoint, and what it is evaluated on; from here on the folder holds a run."""
+    nothing_yet = "no step was taken; start it again"
+    with run.stop.leaving(nothing_yet, run.mesh.world) as leave_if_asked:
+        with together(run.mesh.world), run.stop.leaving_at_once(nothing_yet):
+            prepared = prepare(run.recipe)
+            packs = evaluation_packs(run.recipe, prepared.data)
+        training = spread(run.recipe, prepared, run.mesh)
+        leave_if_asked()
+        restore(run.folder, training, run.recipe.train.steps)
+        leave_if_asked()
+        by_first(run.mesh.world, lambda: _write_start(run.folder, run.recipe, training))
+    return training, packs
+
+
+def _evaluate(
+    run: _Run,
+    training: Training,
+    packs: dict[str, DocumentPacks],
+    when: Literal["before", "after"],
+    missing: str,
+) -> None:
+    """Held-out loss by position, "before" only where the recipe asks for it and no step was taken.
+
+    Args:
+        missing: what a signal that comes meanwhile leaves undone, and how to go on.
+    """
+    with run.stop.leaving(missing, run.mesh.world) as leave_if_asked:
+        if when == "after" or (run.recipe.evaluate.before and training.step == 0):
+            with run.phases.of("evaluate"):
+                evaluate_once(run.folder, run.recipe, training, packs, when, leave_if_asked)
+
+
 def _write_start(run: Path, recipe: Recipe, training: Training) -> None:
-    """From here on the folder holds a run."""
+    """The files that say what the run is."""
     if training.step < recipe.train.steps:
         require_space(run, training.tensors(), training.step + 1)
     write_recipe(run, recipe)

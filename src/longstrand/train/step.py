@@ -47,11 +47,16 @@ class StepResult:
 
 @dataclass(frozen=True)
 class _Backward:
-    """What the passes over all packs of a step add up to, on all ranks."""
+    """What the passes over all packs of a step add up to, on all ranks; see `StepResult`."""
 
     loss: float
-    indexer_kl: float
+    indexer_kl: float | None
     counts: Counts
+
+    @property
+    def expert_load(self) -> float | None:
+        loads = (float(count.max() / count.double().mean()) for count in self.counts.values())
+        return max(loads, default=None)
 
 
 def _nothing(phase: str) -> None:
@@ -72,15 +77,13 @@ def take_step(
 
         loss = sum over packs of (weight * -logprob) / sum over packs of weight
 
-    The sums run over the whole step and all ranks, so a token counts the same in a short pack and in a long one,
-    whichever rank computes it, and a pack without targets adds exactly 0. Without a target in any pack the weights
-    stay as they are.
+    The sums run over the whole step and all ranks: a token counts the same in any pack and on any rank. Without a
+    target in any pack the weights stay as they are.
 
     Args:
         model: its trained parameters are those of `optimizer`, with no gradients.
         packs: the sequences of the step, all of them on every rank; each computes its own.
         step: counted from 1; decides the learning rate and stands in errors.
-        levers: what bounds memory, such as the number of tokens computed at once.
         ended: told of each phase that ends: "forward" and "backward" of each pack, "optimizer".
 
     Raises:
@@ -103,10 +106,7 @@ def take_step(
     if settings.balance == "bias":
         move_router_bias(model, done.counts, settings.balance_rate)
     ended("optimizer")
-
-    load = max((float(count.max() / count.double().mean()) for count in done.counts.values()), default=None)
-    kl = done.indexer_kl if settings.indexer != "frozen" else None
-    return StepResult(tokens, targets, rate, done.loss, norm, kl, load)
+    return StepResult(tokens, targets, rate, done.loss, norm, done.indexer_kl, done.expert_load)
 
 
 @torch.no_grad()
@@ -171,7 +171,8 @@ class _Passes:
             self.ended("backward")
             loss, kl = loss + value, kl + float(side.indexer_kl) / rows
         world = self.mesh.world
-        return _Backward(world.total(loss), world.total(kl), self._over_ranks(counts))
+        loss, kl = world.total(loss), world.total(kl)
+        return _Backward(loss, None if settings.indexer == "frozen" else kl, self._over_ranks(counts))
 
     def _passes(self) -> Iterator[tuple[int, Pack | None]]:
         """The passes of this rank, as many as of every other: (number of the pack from 1, the pack).
