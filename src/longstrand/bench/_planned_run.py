@@ -8,7 +8,7 @@ import tempfile
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -27,6 +27,9 @@ from longstrand.peak_memory import PeakMemory, resident_bytes
 from longstrand.plan.job import Dtype, Form, Job
 from longstrand.train.optimizer import Optimizer, freeze_all_but, trained_names
 from longstrand.train.step import take_step
+
+Indexer = Literal["frozen", "sparse", "warmup"]
+Balance = Literal["none", "bias", "aux"]
 
 LONG_TOKENS = 65_536  # beyond, one step has to do
 WARM_TOKENS = 700  # more pools than the toy selects, and several tiles
@@ -48,6 +51,8 @@ class Case:
     form: Form = "native"
     sequences: int = 1
     trainable: tuple[str, ...] = ("all",)
+    indexer: Indexer = "frozen"
+    balance: Balance = "none"
     memory: dict[str, Any] = field(default_factory=dict)
     parallel: dict[str, int] = field(default_factory=dict)
 
@@ -78,6 +83,8 @@ class Case:
             self.sequences,
             self.dtype,
             self.trainable,
+            self.indexer,
+            self.balance,
             memory=MemorySection(**self.memory),
             parallel=ParallelSection(**self.parallel),
             form=self.form,
@@ -93,6 +100,8 @@ class Case:
         parts += [f"{self.layers} layers"] * (self.layers != 4) + [self.form] * (self.form != "native")
         parts += [f"{self.sequences} sequences"] * (self.sequences > 1)
         parts += [" ".join(self.trainable)] * (self.trainable != ("all",))
+        parts += [f"indexer {self.indexer}"] * (self.indexer != "frozen")
+        parts += [f"balance {self.balance}"] * (self.balance != "none")
         parts += [f"{name} {value}" for name, value in (self.memory | self.parallel).items()]
         return ", ".join(parts)
 
@@ -137,7 +146,7 @@ def _measure(values: dict[str, Any]) -> Found:
 def _steps(case: Case, steps: int) -> None:
     """Model, optimizer and steps, as training makes them."""
     use_native(case.form)
-    sizes, settings = case.job.parallel, TrainSection(steps=steps, lr=1e-4, trainable=[*case.trainable])  # type: ignore[list-item]
+    sizes, settings = case.job.parallel, _settings(case, steps)
     model = load_model(case.shape, getattr(torch, case.dtype), seed=0)
     names = trained_names(model.groups(), settings)
     freeze_all_but(model, names)
@@ -150,6 +159,11 @@ def _steps(case: Case, steps: int) -> None:
         levers = levers_of(case.job.memory, Path(folder))
         for step in range(1, steps + 1):
             take_step(model, packs, optimizer, settings, step=step, levers=levers)
+
+
+def _settings(case: Case, steps: int) -> TrainSection:
+    learns = {"trainable": [*case.trainable], "indexer": case.indexer, "balance": case.balance}
+    return TrainSection.model_validate({"steps": steps, "lr": 1e-4} | learns)
 
 
 def _trim() -> None:
