@@ -36,6 +36,7 @@ class Chunked:
         self.tape: Tape = ops.tape
         shape, w = ops.shape, ops.w
         self.w, self.e, self.narrow, self.state_only = w, ops.e, ops.s.narrow, state_only
+        self.begins = ops.s.begins
         heads, key = shape.linear_num_heads, shape.linear_head_dim
         self.chunks, self.length = -(-ops.t // CHUNK), ops.t * heads
         self.rows = self.chunks * CHUNK * heads * w  # one value per token and head
@@ -50,7 +51,9 @@ class Chunked:
         tape.graph = graph and not self.state_only
         q, k, v, log, rate = self._chunks([*parts, g, beta])
         q, k = self._normalised(q, scaled=True), self._normalised(k)
-        decayed = self._masked(self._decayed(q, k, log, rate))
+        decayed = self._decayed(q, k, log, rate)
+        if self.begins:
+            decayed = self._masked(decayed)
         solved = self._solved(decayed, v, rate)
         tape.graph = graph
         out = self._scanned(decayed, solved)

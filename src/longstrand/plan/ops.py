@@ -34,6 +34,7 @@ class Settings:
         rounds: of experts that ranks share.
         indexer: how it learns.
         aux: whether routers have a loss of their own.
+        begins: whether a document begins in the tile.
     """
 
     shape: Architecture
@@ -45,6 +46,7 @@ class Settings:
     rounds: Rounds = ALONE
     indexer: str = "frozen"
     aux: bool = False
+    begins: bool = True
 
     @classmethod
     def of(cls, job: Job) -> Settings:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import Literal, NamedTuple
 
@@ -162,12 +163,17 @@ class Sizes:
         return _tiles(self.settings, self.kinds[layer], self.tile, self.shared)
 
     def of_all_tiles(self, layer: int, part: Literal["kept", "front", "left", "halved"]) -> int:
-        """What all tiles of a layer keep together; the last one of a segment may be shorter."""
+        """What all tiles of a layer keep together: a document begins in one; the last of a segment may be shorter."""
+        kind, later = self.kinds[layer], self.settings
+        if not later.native:  # only plain torch has masks for it
+            later = replace(later, begins=False)
+
+        def kept(tokens: int, settings: Settings) -> int:
+            return int(getattr(_tiles(settings, kind, tokens, self.shared), part)) if tokens else 0
+
         whole, rest = divmod(self.segment, self.tile)
-        per_segment = whole * getattr(self.tiles(layer), part)
-        if rest:
-            per_segment += getattr(_tiles(self.settings, self.kinds[layer], rest, self.shared), part)
-        return self.num_segments * int(per_segment)
+        begins = kept(self.tile, self.settings) - kept(self.tile, later)
+        return self.num_segments * (whole * kept(self.tile, later) + kept(rest, later)) + begins
 
     def head(self) -> tuple[int, int, int]:
         """Most going forward; the gradient of the last output; most until it is there."""
