@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import tempfile
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -112,6 +113,7 @@ class Found:
 
     Attributes:
         counted: most living tensor bytes.
+        phases: the same by phase of a step.
         resident: most resident memory above the process's own.
         baseline: the process's own resident memory, measured before the model is made.
     """
@@ -119,6 +121,7 @@ class Found:
     counted: int
     resident: int
     baseline: int
+    phases: dict[str, int] = field(default_factory=dict)
 
 
 def run_case(case: Case, timeout: float | int | None = None) -> Found:
@@ -137,14 +140,19 @@ def _measure(values: dict[str, Any]) -> Found:
         gc.collect()
         _trim()
         baseline = resident_bytes() - (counted.live() or 0)
+        phases: dict[str, int] = {}
+
+        def ended(phase: str) -> None:
+            phases[phase] = max(phases.get(phase, 0), counted.take() or 0)
+
         counted.take()
         memory.take()
-        _steps(case, 1 if case.length > LONG_TOKENS else 2)
-        return Found(counted.take() or 0, memory.take() - baseline, baseline)
+        _steps(case, 1 if case.length > LONG_TOKENS else 2, ended)
+        return Found(max(phases.values()), memory.take() - baseline, baseline, phases)
 
 
-def _steps(case: Case, steps: int) -> None:
-    """Model, optimizer and steps, as training makes them."""
+def _steps(case: Case, steps: int, ended: Callable[[str], None] = lambda phase: None) -> None:
+    """Model, optimizer and steps, as training makes them; what comes before a step ends as "before"."""
     use_native(case.form)
     sizes, settings = case.job.parallel, _settings(case, steps)
     model = load_model(case.shape, getattr(torch, case.dtype), seed=0)
@@ -158,7 +166,8 @@ def _steps(case: Case, steps: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         levers = levers_of(case.job.memory, Path(folder))
         for step in range(1, steps + 1):
-            take_step(model, packs, optimizer, settings, step=step, levers=levers)
+            ended("before")
+            take_step(model, packs, optimizer, settings, step=step, levers=levers, ended=ended)
 
 
 def _settings(case: Case, steps: int) -> TrainSection:

@@ -52,7 +52,9 @@ class Sizes:
 
     def __init__(self, job: Job) -> None:
         self.job, self.shape = job, job.shape
-        self.settings = Settings.of(job)
+        self.settings = self.later = Settings.of(job)
+        if not self.settings.native:  # only plain torch has masks where a document begins
+            self.later = replace(self.settings, begins=False)
         self.e, self.w = job.itemsize, job.wide
         self.num_layers = self.shape.num_hidden_layers
         self.rows = rows_of(job)
@@ -158,22 +160,16 @@ class Sizes:
 
     # Tiles in work
 
-    def tiles(self, layer: int) -> Tiles:
-        """Of a whole tile."""
-        return _tiles(self.settings, self.kinds[layer], self.tile, self.shared)
+    def tiles(self, layer: int, *, begins: bool = True) -> Tiles:
+        """Of a whole tile; `begins`: in which a document does."""
+        return _tiles(self.settings if begins else self.later, self.kinds[layer], self.tile, self.shared)
 
     def of_all_tiles(self, layer: int, part: Literal["kept", "front", "left", "halved"]) -> int:
         """What all tiles of a layer keep together: a document begins in one; the last of a segment may be shorter."""
-        kind, later = self.kinds[layer], self.settings
-        if not later.native:  # only plain torch has masks for it
-            later = replace(later, begins=False)
-
-        def kept(tokens: int, settings: Settings) -> int:
-            return int(getattr(_tiles(settings, kind, tokens, self.shared), part)) if tokens else 0
-
         whole, rest = divmod(self.segment, self.tile)
-        begins = kept(self.tile, self.settings) - kept(self.tile, later)
-        return self.num_segments * (whole * kept(self.tile, later) + kept(rest, later)) + begins
+        first, later = (getattr(self.tiles(layer, begins=begins), part) for begins in (True, False))
+        last = getattr(_tiles(self.later, self.kinds[layer], rest, self.shared), part) if rest else 0
+        return int(self.num_segments * (whole * later + last) + first - later)
 
     def head(self) -> tuple[int, int, int]:
         """Most going forward; the gradient of the last output; most until it is there."""

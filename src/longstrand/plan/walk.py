@@ -233,7 +233,8 @@ class _Walk:
         own = s.buffers(layer, own=True) + s.tails(layer)
         held.add(BUFFERS, own)
         fronts = (s.of_all_tiles(layer, "front") - s.tiles(layer).front) * self.memory.keep_fronts
-        held.at_once({TILE: s.tiles(layer).meet + self._fed(layer), FRONTS: fronts})
+        meet = s.tiles(layer, begins=not fronts).meet  # beside fronts it is a later tile
+        held.at_once({TILE: meet + self._fed(layer), FRONTS: fronts})
         self._exchange(layer)
         held.add(BUFFERS, s.buffers(layer))
         held.add(MAPS, s.maps(layer))
