@@ -1,4 +1,4 @@
-"""A plan's peak of living tensors against a real step's, for one small configuration of each kind."""
+"""A plan's peaks of living tensors against a real step's, for one small configuration of each kind."""
 
 import pytest
 import torch
@@ -6,29 +6,39 @@ import torch
 from longstrand.bench._planned_run import Case, run_case
 from longstrand.memory.counted import CountedMemory
 from longstrand.plan.memory import plan_memory
+from longstrand.plan.terms import total
 
 # Left out of a plan are a few tensors of a row per tile, layer or rank: with the toy's smallest tiles, up to 1 %.
+TILE = {"tile": 700}
+RANKS = {"context": 2}
 CASES = {
-    "one process": Case(3000, memory={"tile": 700, "keep_every": 2}),
-    "bfloat16, in a file": Case(3000, dtype="bfloat16", sequences=2, memory={"tile": 700, "offload": "disk"}),
-    "kept activations": Case(2500, layers=5, memory={"tile": 700, "recompute": False}),
-    "context ranks": Case(5000, memory={"tile": 700}, parallel={"context": 2}),
+    "one process": Case(3000, memory={**TILE, "keep_every": 2}),
+    "bfloat16, in a file": Case(3000, dtype="bfloat16", sequences=2, memory={**TILE, "offload": "disk"}),
+    "kept activations": Case(2500, layers=5, memory={**TILE, "recompute": False}),
+    "context ranks": Case(5000, memory=TILE, parallel=RANKS),
     "context ranks with fronts kept": Case(
-        5000, dtype="bfloat16", memory={"tile": 700, "keep_fronts": True}, parallel={"context": 2}
+        5000, dtype="bfloat16", memory={**TILE, "keep_fronts": True}, parallel=RANKS
     ),
+    "fronts kept in plain torch": Case(
+        5000, form="portable", memory={**TILE, "keep_fronts": True}, parallel=RANKS
+    ),
+    "the head alone": Case(3000, trainable=("head",), memory=TILE),
+    "the head alone, context ranks": Case(5000, trainable=("head",), memory=TILE, parallel=RANKS),
+    "frozen layers below": Case(2500, layers=5, trainable=("mla",), memory={**TILE, "recompute": False}),
+    "frozen layers below, context ranks": Case(5000, trainable=("mla",), memory=TILE, parallel=RANKS),
+    "a learning indexer": Case(5000, indexer="sparse", memory={"tile": 2048}, parallel=RANKS),
+    "warm-up": Case(3000, layers=8, indexer="warmup", memory={**TILE, "keep_every": 2}),
+    "warm-up, context ranks": Case(5000, dtype="bfloat16", indexer="warmup", memory=TILE, parallel=RANKS),
+    "a balance loss": Case(2500, balance="aux", sequences=2, memory=TILE),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_planned_peak_is_what_lives(name):
+def test_a_planned_phase_is_what_lives(name):
     if (why_not := CountedMemory(torch.device("cpu")).why_not) is not None:
         pytest.skip(why_not)
     case = CASES[name]
-    found = run_case(case, timeout=200)
-    assert plan_memory(case.job).device_bytes == pytest.approx(found.counted, rel=0.03)
-
-
-def test_no_other_phase_is_planned_higher_than_backward():
-    """Of a step that trains everything: what forward keeps is still there, and a tile's graph on top."""
-    for case in CASES.values():
-        assert plan_memory(case.job).peak_phase == "backward"
+    found, planned = run_case(case, timeout=200), plan_memory(case.job)
+    assert planned.device_bytes == pytest.approx(found.counted, rel=0.02)
+    for phase in ("forward", "backward"):
+        assert total(planned.phases[phase]) == pytest.approx(found.phases[phase], rel=0.025), phase

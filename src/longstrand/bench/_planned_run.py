@@ -5,10 +5,11 @@ from __future__ import annotations
 import ctypes
 import gc
 import tempfile
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -27,6 +28,9 @@ from longstrand.peak_memory import PeakMemory, resident_bytes
 from longstrand.plan.job import Dtype, Form, Job
 from longstrand.train.optimizer import Optimizer, freeze_all_but, trained_names
 from longstrand.train.step import take_step
+
+Indexer = Literal["frozen", "sparse", "warmup"]
+Balance = Literal["none", "bias", "aux"]
 
 LONG_TOKENS = 65_536  # beyond, one step has to do
 
@@ -47,6 +51,8 @@ class Case:
     form: Form = "native"
     sequences: int = 1
     trainable: tuple[str, ...] = ("all",)
+    indexer: Indexer = "frozen"
+    balance: Balance = "none"
     memory: dict[str, Any] = field(default_factory=dict)
     parallel: dict[str, int] = field(default_factory=dict)
 
@@ -77,6 +83,8 @@ class Case:
             self.sequences,
             self.dtype,
             self.trainable,
+            self.indexer,
+            self.balance,
             memory=MemorySection(**self.memory),
             parallel=ParallelSection(**self.parallel),
             form=self.form,
@@ -92,6 +100,8 @@ class Case:
         parts += [f"{self.layers} layers"] * (self.layers != 4) + [self.form] * (self.form != "native")
         parts += [f"{self.sequences} sequences"] * (self.sequences > 1)
         parts += [" ".join(self.trainable)] * (self.trainable != ("all",))
+        parts += [f"indexer {self.indexer}"] * (self.indexer != "frozen")
+        parts += [f"balance {self.balance}"] * (self.balance != "none")
         parts += [f"{name} {value}" for name, value in (self.memory | self.parallel).items()]
         return ", ".join(parts)
 
@@ -102,6 +112,7 @@ class Found:
 
     Attributes:
         counted: most living tensor bytes.
+        phases: the same by phase of a step.
         resident: most resident memory above the process's own.
         baseline: the process's own resident memory, measured once it has trained such a model on a tile: libraries, and
             the code that oneDNN compiles for each shape of a bfloat16 product.
@@ -110,6 +121,7 @@ class Found:
     counted: int
     resident: int
     baseline: int
+    phases: dict[str, int] = field(default_factory=dict)
 
 
 def run_case(case: Case, timeout: float | int | None = None) -> Found:
@@ -127,17 +139,22 @@ def _measure(values: dict[str, Any]) -> Found:
         _steps(warm, 1)
         gc.collect()
         _trim()
+        phases: dict[str, int] = {}
+
+        def ended(phase: str) -> None:
+            phases[phase] = max(phases.get(phase, 0), counted.take() or 0)
+
         counted.take()
         baseline = resident_bytes() - (counted.live() or 0)
         memory.take()
-        _steps(case, 1 if case.length > LONG_TOKENS else 2)
-        return Found(counted.take() or 0, memory.take() - baseline, baseline)
+        _steps(case, 1 if case.length > LONG_TOKENS else 2, ended)
+        return Found(max(phases.values()), memory.take() - baseline, baseline, phases)
 
 
-def _steps(case: Case, steps: int) -> None:
-    """Model, optimizer and steps, as training makes them."""
+def _steps(case: Case, steps: int, ended: Callable[[str], None] = lambda phase: None) -> None:
+    """Model, optimizer and steps, as training makes them; what comes before a step ends as "before"."""
     use_native(case.form)
-    sizes, settings = case.job.parallel, TrainSection(steps=steps, lr=1e-4, trainable=[*case.trainable])  # type: ignore[list-item]
+    sizes, settings = case.job.parallel, _settings(case, steps)
     model = load_model(case.shape, getattr(torch, case.dtype), seed=0)
     names = trained_names(model.groups(), settings)
     freeze_all_but(model, names)
@@ -149,7 +166,13 @@ def _steps(case: Case, steps: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         levers = levers_of(case.job.memory, Path(folder))
         for step in range(1, steps + 1):
-            take_step(model, packs, optimizer, settings, step=step, levers=levers)
+            ended("before")
+            take_step(model, packs, optimizer, settings, step=step, levers=levers, ended=ended)
+
+
+def _settings(case: Case, steps: int) -> TrainSection:
+    learns = {"trainable": [*case.trainable], "indexer": case.indexer, "balance": case.balance}
+    return TrainSection.model_validate({"steps": steps, "lr": 1e-4} | learns)
 
 
 def _trim() -> None:

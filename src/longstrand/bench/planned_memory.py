@@ -1,8 +1,8 @@
 """The planner's memory figure: predicted peaks against counted tensor bytes and resident memory.
 
 Each configuration runs in processes of its own, on 1, 2 or 4 ranks: a step with its optimizer, and a second one where
-it is short. Half of the configurations are chosen; the other half are drawn from the number of the commit that last
-changed the planner's expressions, so that no expression can have been written for them.
+it is short. About half of the configurations are chosen; the others are drawn from the number of the commit that last
+changed an expression of the planner's, so that no expression can have been written for them.
 """
 
 from __future__ import annotations
@@ -19,10 +19,17 @@ from longstrand.bench._planned_run import Case, Found, run_case
 from longstrand.bench.figures import show
 from longstrand.errors import RunFailed
 from longstrand.plan.memory import plan_memory
+from longstrand.plan.parameters import GROUPS
 
 COUNTED, RESIDENT = 0.05, 0.10
 NUM_DRAWN = 15
 SECONDS = 900
+EXPRESSIONS = (
+    *("chunked", "held", "index_keys", "layers", "memory", "ops", "parameters", "plain", "rounds", "rows"),
+    *("shared_layers", "sizes", "streams", "tape", "walk"),
+)
+"""The modules of `longstrand.plan` that a plan's bytes are written in."""
+
 COST = 160_000  # tokens of the toy that a drawn configuration may take the time of
 ROOM_BYTES = 8 << 30  # of all ranks together
 
@@ -42,6 +49,8 @@ CHOSEN = (
     Case(32_768, width=256, memory={"keep_fronts": True}, parallel={"context": 2}),
     Case(32_768, width=512, dtype="bfloat16", parallel={"context": 2, "expert": 2}),
     Case(16_384, width=512, sequences=4, parallel={"data": 2}),
+    Case(16_384, width=256, trainable=("head",), memory={"tile": 2048}),
+    Case(16_384, width=256, indexer="warmup", parallel={"context": 2}),
 )
 
 
@@ -82,9 +91,21 @@ def _draw(chance: random.Random) -> Case:
         layers=chance.choice([4, 4, 8]),
         dtype=chance.choice(["float32", "bfloat16"]),
         sequences=max(parallel.get("data", 1), chance.choice([1, 1, 2])),
+        **_draw_learning(chance, recompute=lever != "recompute"),
         memory=memory,
         parallel=parallel,
     )
+
+
+def _draw_learning(chance: random.Random, *, recompute: bool) -> dict[str, Any]:
+    """What learns: everything but the indexer half of the time; only recomputed tiles have a side loss of a pass."""
+    kind = chance.choice(["all", "all", "all", "some", "sparse", "warmup", "aux"])
+    if kind == "some":
+        groups = [group for group in GROUPS if group != "indexer"]
+        return {"trainable": tuple(chance.sample(groups, chance.choice([1, 2, 3])))}
+    if kind == "sparse" or (kind == "warmup" and recompute):
+        return {"indexer": kind}
+    return {"balance": kind} if kind == "aux" and recompute else {}
 
 
 def measure(cases: Sequence[Case] | None = None) -> list[dict[str, Any]]:
@@ -145,9 +166,10 @@ def _row(case: Case, found: Found, is_drawn: bool) -> list[str]:
 
 
 def _planner_commit() -> tuple[str, int]:
-    """The last commit that changed the planner's expressions, and a seed from it."""
+    """The last commit that changed an expression of memory, and a seed from it."""
     folder = Path(__file__).parent.parent / "plan"
-    command = ["git", "log", "-1", "--format=%H", "--", str(folder)]
+    files = [f"{name}.py" for name in EXPRESSIONS]
+    command = ["git", "log", "-1", "--format=%H", "--", *files]
     commit = subprocess.run(command, capture_output=True, text=True, cwd=folder, check=False).stdout.strip()
     if not commit:
         raise RunFailed(

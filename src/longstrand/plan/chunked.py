@@ -36,6 +36,7 @@ class Chunked:
         self.tape: Tape = ops.tape
         shape, w = ops.shape, ops.w
         self.w, self.e, self.narrow, self.state_only = w, ops.e, ops.s.narrow, state_only
+        self.begins = ops.s.begins
         heads, key = shape.linear_num_heads, shape.linear_head_dim
         self.chunks, self.length = -(-ops.t // CHUNK), ops.t * heads
         self.rows = self.chunks * CHUNK * heads * w  # one value per token and head
@@ -44,17 +45,19 @@ class Chunked:
         self.key, self.values = key, values
         self.state = heads * key * values * w
 
-    def run(self, mixed: Value, g: Value, beta: Value) -> Value:
-        """The output, from q, k and v side by side, log decay and beta."""
+    def run(self, parts: list[Value], g: Value, beta: Value) -> Value:
+        """The output, from q, k and v, log decay and beta."""
         tape, graph = self.tape, self.tape.graph
         tape.graph = graph and not self.state_only
-        q, k, v, log, rate = self._chunks(mixed, g, beta)
+        q, k, v, log, rate = self._chunks([*parts, g, beta])
         q, k = self._normalised(q, scaled=True), self._normalised(k)
-        parts = self._masked(self._decayed(q, k, log, rate))
-        solved = self._solved(parts, v, rate)
+        decayed = self._decayed(q, k, log, rate)
+        if self.begins:
+            decayed = self._masked(decayed)
+        solved = self._solved(decayed, v, rate)
         tape.graph = graph
-        out = self._scanned(parts, solved)
-        tape.drop(q, k, v, log, rate, *parts, solved)
+        out = self._scanned(decayed, solved)
+        tape.drop(q, k, v, log, rate, *decayed, solved)
         return out
 
     def _op(
@@ -69,15 +72,14 @@ class Chunked:
         self.tape.save(y)
         return y
 
-    def _chunks(self, mixed: Value, g: Value, beta: Value) -> list[Value]:
+    def _chunks(self, inputs: list[Value]) -> list[Value]:
         """Each part widened, padded and put in order: while it is, a copy of the one before lives beside it."""
         found = []
-        sizes = [(mixed, self.s, True), (mixed, self.s, True), (mixed, self.v, True)]
-        sizes += [(g, self.s, False), (beta, self.rows, False)]
-        for x, size, is_narrow in sizes:
-            widened = size if self.narrow and is_narrow else 0
-            # back: the padded gradient, its part, and q, k or v put into one of all three
-            (y,) = self.tape.op([x], [size], work=max(size, widened), back=size + widened)
+        sizes = (self.s, self.s, self.v, self.s, self.rows)
+        for number, (x, size) in enumerate(zip(inputs, sizes, strict=True)):
+            is_narrow = self.narrow and number < 3
+            # back: what is left of the padded gradient, before it is cast
+            (y,) = self.tape.op([x], [size], work=size, back=size * is_narrow)
             found.append(y)
         return found
 
@@ -169,13 +171,12 @@ class Chunked:
         """States before each chunk and corrected values; then what both add to the output."""
         tape, v = self.tape, self.v
         states = (self.chunks + 1) * self.state
-        if self.state_only:
-            inputs: list[Value] = []
-        else:
-            inputs = [solved, parts.k_out, parts.decay]
+        (parts_of,) = tape.op([solved], [0])  # u and w, whose gradients are put side by side again
+        parts_of.grad_bytes = solved.grad_bytes
+        inputs = [] if self.state_only else [parts_of, parts.k_out, parts.decay]
         saved = [solved, parts.k_out, parts.decay]
-        # back: gradients of all states; of u, which is put beside that of w; products of states
-        scan = tape.op(inputs, [states, v, self.state], saves=saved, back=2 * states + self.v + self.s)
+        # back: gradients of all states, and products of states
+        scan = tape.op(inputs, [states, v, self.state], saves=saved, back=2 * states)
         tape.save(scan[0], scan[1])
         scan[2].grad_bytes = 0
         first, second = (

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from longstrand.architecture import KDA
+from longstrand.plan import index_keys
 from longstrand.plan.ops import Ops, Settings
 from longstrand.plan.tape import Learns, Tape, Value
 
@@ -22,8 +23,16 @@ class Site:
         return Site(tape.leaf(self.h), tape.leaf(self.post), tape.leaf(self.comb))
 
     def join(self, leaves: Site) -> None:
-        """The leaves' gradients arrive here."""
-        self.h.grad, self.post.grad, self.comb.grad = leaves.h.grad, leaves.post.grad, leaves.comb.grad
+        """The leaves' gradients arrive here; the leaves have them until they go."""
+        for part, leaf in ((self.h, leaves.h), (self.post, leaves.post), (self.comb, leaves.comb)):
+            hand_on(leaf, part)
+
+
+def hand_on(leaf: Value, to: Value) -> None:
+    """A leaf's gradient arrives at what it was cut from."""
+    to.grad = leaf.grad
+    if to.grad is not None:
+        to.grad.holders += 1
 
 
 class HeadTape:
@@ -71,6 +80,8 @@ class LayerTape:
         self.has_indexer = not self.is_kda and self.shape.indexer_types[index] == "full"
         self.is_sparse = self.shape.mlp_layer_types[index] == "sparse"
         self.width = self.shape.hidden_size
+        self.learns = self.has_indexer and "indexer" in settings.groups and settings.indexer == "sparse"
+        self.losses: list[Value] = []
 
     def forward(self) -> int:
         """Most that lives while a tile goes forward without a graph, its output included; not its input."""
@@ -86,23 +97,61 @@ class LayerTape:
         tape, site = ops.tape, self._enter(ops, x)
         leaves = site.cut(tape)
         join = len(tape.nodes)
-        latents = None if self.is_kda else self._latents(ops, leaves.h)
+        found = ops.kda(*self._rule(ops, leaves.h)) if self.is_kda else self._latents(ops, leaves.h)
         front = len(tape.nodes)
-        out = self._kda(ops, leaves.h) if self.is_kda else self._dsa(ops, leaves.h, append=False)
+        keys, grown = self._learn_keys(ops), tape.leaf(found)
+        out = self._project(ops, leaves.h, grown) if self.is_kda else self._dsa(ops, leaves.h, append=False)
         middle = ops.mhc_update(x, out, leaves.post, leaves.comb)
         tape.drop(out)
         y = self._feed_forward(ops, middle)
         tape.drop(middle)
         kept = tape.live
-        tape.give(y, 0)
+        self._give(tape, y)
         tape.walk_back(front)
-        if latents is not None:  # complete now: the rows of the tile's latents, cast to what they are
-            tape.give(latents)
-            tape.at_once(self.t * self.shape.kv_lora_rank * self.s.w * self.s.narrow)
-            tape.walk_back(join)
+        self._give_front(tape, found, grown)
+        tape.walk_back(join)
         site.join(leaves)
         tape.walk_back()
+        self._keys_back(ops, keys)
         return kept, tape.most
+
+    def _give(self, tape: Tape, y: Value) -> None:
+        """Gradients of a layer's output and of its side losses."""
+        for value in (y, *self.losses):
+            tape.give(value, 0)
+        self.losses.clear()
+
+    def _give_front(self, tape: Tape, found: Value, grown: Value) -> None:
+        """The gradient of a front's end: of the recurrence's output, or of latents, complete by now."""
+        if not self.is_kda:
+            # The rows of the tile's latents, which stay, and what they are cast to.
+            grown.grad = tape.new(self.t * self.shape.kv_lora_rank * self.s.w)
+            if self.s.narrow:
+                tape.give(found)
+                return
+        hand_on(grown, found)
+
+    def _learn_keys(self, ops: Ops) -> Value | None:
+        """The pool keys of a tile with their graph, where the indexer learns with all else."""
+        return index_keys.pool_keys(ops) if self.learns else None
+
+    def _keys_back(self, ops: Ops, keys: Value | None) -> None:
+        if keys is not None:
+            index_keys.pool_keys_back(ops, keys)
+
+    def warm_up(self) -> int:
+        """Most that lives while a tile teaches the indexer alone; not its input."""
+        ops, x = self._begin(graph=False)
+        tape, site = ops.tape, self._enter(ops, x)
+        tape.drop(site.post, site.comb)
+        raw = ops.linear(site.h, self.width, self.shape.q_lora_rank, "mla")
+        q_resid = ops.rms_norm(raw, self.shape.q_lora_rank)
+        tape.drop(raw)
+        keys, absorbed = index_keys.pool_keys(ops), self._queries(ops, q_resid)
+        tape.graph = True
+        index_keys.dense_loss(ops, site.h, q_resid, absorbed)
+        index_keys.pool_keys_back(ops, keys)
+        return tape.most
 
     def _begin(self, *, graph: bool = True) -> tuple[Ops, Value]:
         """A tape of its own, and the tile's input, which is a view."""
@@ -121,12 +170,11 @@ class LayerTape:
         return Site(normed, post, comb)
 
     def _kda(self, ops: Ops, h: Value) -> Value:
-        """The mixer's output."""
+        """The mixer's output, without a graph."""
         rule = self._rule(ops, h)
         out = ops.kda(*rule)
         mixer = self._project(ops, h, out)
-        if not ops.tape.graph:  # otherwise the front holds them
-            ops.tape.drop(*rule, out)
+        ops.tape.drop(*rule, out)
         return mixer
 
     def _rule(self, ops: Ops, h: Value) -> tuple[Value, Value, Value]:
@@ -181,8 +229,7 @@ class LayerTape:
             gathered: whether ranks have gathered them, so that pools are looked up.
         """
         tape, shape, t, e = ops.tape, self.shape, self.t, self.s.e
-        heads, rank, latent = shape.num_attention_heads, shape.q_lora_rank, shape.kv_lora_rank
-        queries, values = heads * shape.qk_nope_head_dim, heads * shape.v_head_dim
+        rank, values = shape.q_lora_rank, shape.num_attention_heads * shape.v_head_dim
         if append:
             latents = self._latents(ops, h)
             if self.has_indexer:
@@ -191,22 +238,42 @@ class LayerTape:
         raw = ops.linear(h, self.width, rank, "mla")
         q_resid = ops.rms_norm(raw, rank)
         tape.drop(raw)
-        if not tape.graph and self.has_indexer:
+        dense = self.s.indexer == "warmup"
+        if not tape.graph and self.has_indexer and not dense:
             self._select(ops, q_resid)
-        q = ops.linear(q_resid, rank, queries, "mla")
-        weight = self._of_slice(heads * (shape.qk_nope_head_dim + shape.v_head_dim) * latent)
-        (by_head,) = tape.op([q], [t * heads * latent * e], saves=[q], learns=weight)
-        tape.drop(q)
-        (absorbed,) = tape.op([by_head], [t * heads * latent * e], shares=True)
-        tape.drop(by_head)
-        out, mass = ops.sparse_attention(absorbed, gathered=gathered)
+        absorbed = self._queries(ops, q_resid)
+        if dense:
+            out, mass = index_keys.dense_attention(ops, absorbed), tape.value(0)
+        else:
+            out, mass = ops.sparse_attention(absorbed, gathered=gathered)
         tape.drop(absorbed)
+        if tape.graph and self.learns:
+            self.losses.append(index_keys.selected_loss(ops, h, q_resid))
+        weight = self._of_heads()
         (by_head,) = tape.op([out], [t * values * e], saves=[out], learns=weight)
         (flat,) = tape.op([by_head], [t * values * e], shares=True)
         tape.drop(by_head)
         mixer = ops.linear(flat, values, self.width, "mla")
         tape.drop(flat, q_resid, out, mass)
         return mixer
+
+    def _queries(self, ops: Ops, q_resid: Value) -> Value:
+        """Those of attention, in latent space."""
+        tape, shape, t, e = ops.tape, self.shape, self.t, self.s.e
+        heads = shape.num_attention_heads
+        q = ops.linear(q_resid, shape.q_lora_rank, heads * shape.qk_nope_head_dim, "mla")
+        size = t * heads * shape.kv_lora_rank * e
+        (by_head,) = tape.op([q], [size], saves=[q], learns=self._of_heads())
+        tape.drop(q)
+        (absorbed,) = tape.op([by_head], [size], shares=True)
+        tape.drop(by_head)
+        return absorbed
+
+    def _of_heads(self) -> Learns:
+        """A half of `kv_b_proj`."""
+        shape = self.shape
+        width = shape.qk_nope_head_dim + shape.v_head_dim
+        return self._of_slice(shape.num_attention_heads * width * shape.kv_lora_rank)
 
     def _of_slice(self, values: int) -> Learns:
         """A part of a weight took part: its gradient is put into one of the whole weight's size."""
@@ -251,5 +318,18 @@ class LayerTape:
         routed = ops.experts(h, weights)
         shared = ops.dense(h, self.width, shape.moe_intermediate_size * shape.n_shared_experts, "experts")
         (out,) = tape.op([routed, shared], [t * self.width * self.s.e], shares=True)
-        tape.drop(routed, shared, ids, logits, weights)
+        tape.drop(routed, shared, ids, weights)
+        if self.s.aux and tape.graph:
+            self._balance(tape, logits)
+        tape.drop(logits)
         return out
+
+    def _balance(self, tape: Tape, logits: Value) -> None:
+        """The router's auxiliary loss: a softmax over experts, summed."""
+        size = logits.grad_bytes
+        (shares,) = tape.op([logits], [size])
+        tape.save(shares)
+        shares.grad_bytes = 0
+        (loss,) = tape.op([shares], [self.s.w])
+        tape.drop(shares)
+        self.losses.append(loss)

@@ -48,13 +48,8 @@ def _estimated(job: Job, held: Mapping[str, int]) -> list[Term]:
     if job.kind == "cpu":
         return []
     moving = (
-        walk.TILE,
-        walk.BUFFERS,
-        walk.D_BUFFERS,
-        walk.GATHERED,
-        walk.D_GATHERED,
-        walk.MIDDLE,
-        walk.FRONTS,
+        *(walk.TILE, walk.GRAPHS, walk.MIDDLE, walk.FRONTS, walk.BUFFERS, walk.D_BUFFERS),
+        *(walk.GATHERED, walk.D_GATHERED, walk.ROOT, walk.D_ROOT),
     )
     slack = int(SLACK_SHARE * sum(held.get(name, 0) for name in moving))
     axes = (job.world, job.parallel.context, job.parallel.expert)

@@ -32,6 +32,9 @@ class Settings:
         groups: those that receive gradients.
         pools: of a sequence, as far as selection looks at them at once.
         rounds: of experts that ranks share.
+        indexer: how it learns.
+        aux: whether routers have a loss of their own.
+        begins: whether a document begins in the tile.
     """
 
     shape: Architecture
@@ -41,6 +44,9 @@ class Settings:
     groups: frozenset[str] = frozenset(GROUPS)
     pools: int = plain.POOL_BLOCK + 1
     rounds: Rounds = ALONE
+    indexer: str = "frozen"
+    aux: bool = False
+    begins: bool = True
 
     @classmethod
     def of(cls, job: Job) -> Settings:
@@ -49,7 +55,8 @@ class Settings:
         pools = min(job.length // job.shape.index_kpool, plain.POOL_BLOCK + 1)
         ranks, receive = job.parallel.expert, job.parallel.receive_rows(job.memory.tile)
         rounds = Rounds(ranks, receive, job.skew) if ranks > 1 else ALONE
-        return cls(job.shape, job.itemsize, job.wide, native, groups, pools, rounds)
+        aux = job.balance == "aux"
+        return cls(job.shape, job.itemsize, job.wide, native, groups, pools, rounds, job.indexer, aux)
 
     @property
     def narrow(self) -> bool:
@@ -155,26 +162,38 @@ class Ops:
             state_only: only the state has a gradient, whose way back is walked twice.
         """
         heads, key, t = self.shape.linear_num_heads, self.shape.linear_head_dim, self.t
-        inner, chunks, graph = heads * key, -(-t // CHUNK), self.tape.graph
-        joined = 2 * t * inner * self.e * summary
-        out = t * inner * self.w * (1 + summary)
-        inputs = [] if state_only else [mixed, g, beta]
+        inner = heads * key
+        # as long as it runs: the values [0 | v] of a summary
+        values = self.tape.value(2 * t * inner * self.e * summary)
+        # Views of one value, whose gradients are put together again.
+        parts = self.tape.op([mixed], [0, 0, 0])
+        for part in parts:
+            part.grad_bytes = t * inner * self.e
         if self.s.native:
-            padded = -(-key // 16) * 16
-            copies = (3 + summary) * t * inner * self.w * self.s.narrow
-            states = chunks * heads * (padded * padded + CHUNK * padded) * self.w * graph
-            saves = [g, beta] if self.s.narrow else [mixed, g, beta]
-            # dq, dk and dv, wide; alone with the state's, all of them for a moment
-            back = t * (4 * inner + heads) * self.w if state_only else 3 * t * inner * self.w
-            kept = copies + states
-            # the state after the tile, which stays in the carry
-            self.tape.value(heads * key * key * self.w * (1 + summary))
-            (y,) = self.tape.op(inputs, [out], saves=saves, kept=kept, work=joined, back=back)
-            return y
-        values = self.tape.value(joined)
-        out_ = Chunked(self, key * (1 + summary), state_only=state_only).run(mixed, g, beta)
+            y = self._native_kda(mixed, parts, g, beta, 1 + summary, state_only=state_only)
+        else:
+            y = Chunked(self, key * (1 + summary), state_only=state_only).run(parts, g, beta)
         self.tape.drop(values)
-        return out_
+        return y
+
+    def _native_kda(
+        self, mixed: Value, parts: list[Value], g: Value, beta: Value, width: int, *, state_only: bool
+    ) -> Value:
+        """`width`: of a value, in those of a key."""
+        heads, key, t, w = self.shape.linear_num_heads, self.shape.linear_head_dim, self.t, self.w
+        tape, inner, padded = self.tape, heads * key, -(-key // 16) * 16
+        if self.s.narrow:
+            sizes = (inner, inner, inner * width)
+            parts = [self.tape.op([p], [t * n * w])[0] for p, n in zip(parts, sizes, strict=True)]
+        states = -(-t // CHUNK) * heads * (padded * padded + CHUNK * padded) * w * tape.graph
+        # The output's gradient, in a copy with a batch; where only the state has one, all others for a moment.
+        back = t * inner * w + t * (4 * inner + heads) * w * state_only
+        tape.value(heads * key * key * w * width)  # the state after the tile, which stays in the carry
+        inputs = [] if state_only else [*parts, g, beta]
+        saves = [*parts, g, beta] if self.s.narrow else [mixed, g, beta]
+        (y,) = tape.op(inputs, [t * inner * w * width], saves=saves, kept=states, back=back)
+        tape.drop(*parts)
+        return y
 
     def select(self, queries: Value) -> None:
         """Pools of each row: nothing is kept."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from longstrand.plan.layers import LayerTape
+from longstrand.plan.layers import LayerTape, hand_on
 from longstrand.plan.ops import Ops
 from longstrand.plan.tape import Value
 
@@ -16,11 +16,13 @@ class Middle(NamedTuple):
         most: at once.
         left: what stays of the tile until the second stage, beside its row of the middle stream.
         stands: the tile's whole graph, before it is walked back.
+        rest: most that lives in the second stage beside what was left; of a kept front.
     """
 
     most: int
     left: int
     stands: int
+    rest: int = 0
 
 
 class SharedLayerTape(LayerTape):
@@ -46,6 +48,16 @@ class SharedLayerTape(LayerTape):
             self._rule(ops, site.h)
         return ops.tape.live
 
+    def forward_kept(self) -> int:
+        """Most that lives in the second pass forward beside what was kept of the tile, which stays meanwhile."""
+        ops, x = self._begin(graph=False)
+        tape, site = ops.tape, self._enter(ops, x)
+        rule = self._rule(ops, site.h) if self.is_kda else ()
+        tape.most = kept = tape.live
+        mixer = self._project(ops, site.h, ops.kda(*rule)) if len(rule) == 3 else self._mix(ops, site.h)
+        self._feed_forward(ops, ops.mhc_update(x, mixer, site.post, site.comb))
+        return tape.most - kept
+
     def to_the_middle(self, *, keeps_front: bool = False) -> Middle:
         """From a tile's output to the leaves of its front.
 
@@ -54,52 +66,52 @@ class SharedLayerTape(LayerTape):
         """
         ops, x = self._begin(graph=keeps_front)
         tape, site = ops.tape, self._enter(ops, x)
-        rule = self._rule(ops, site.h) if self.is_kda else (self._latents(ops, site.h),)
+        leaves, join = site.cut(tape), len(tape.nodes)
+        rule = self._rule(ops, leaves.h) if self.is_kda else (self._latents(ops, leaves.h),)
         tape.graph = True
-        leaves = site.cut(tape)
         recurred = len(tape.nodes)
-        out = ops.kda(*rule, state_only=not keeps_front) if len(rule) == 3 else None
+        found = ops.kda(*rule, state_only=not keeps_front) if len(rule) == 3 else rule[0]
         rest = len(tape.nodes)
-        grown = tape.leaf(out) if out is not None else None
-        mixer = self._mix(ops, leaves.h) if grown is None else self._project(ops, leaves.h, grown)
+        keys, grown = self._learn_keys(ops), tape.leaf(found)
+        mixer = self._project(ops, leaves.h, grown) if self.is_kda else self._mix(ops, leaves.h)
         middle = ops.mhc_update(x, mixer, leaves.post, leaves.comb)
         tape.drop(mixer)
         y = self._feed_forward(ops, middle)
         tape.drop(middle)
         stands = tape.live
-        tape.give(y, 0)
+        self._give(tape, y)
         tape.walk_back(rest)
-        if out is not None and grown is not None:
-            out.grad = grown.grad
-            if self.s.native:
-                tape.at_once(tape.nodes[recurred].back)
-            elif not keeps_front:
-                tape.walk_back(recurred)
-        if keeps_front:
-            tape.drop(y)
-            return Middle(tape.most, tape.live, stands)
-        left = sum(part.grad.num_bytes for part in (leaves.h, leaves.post, leaves.comb) if part.grad)
-        left += grown.grad.num_bytes if grown is not None and grown.grad else 0
-        return Middle(tape.most, left, stands)
+        if self.is_kda and self.s.native:
+            tape.at_once(tape.nodes[recurred].back)
+        elif self.is_kda and not keeps_front:
+            hand_on(grown, found)
+            tape.walk_back(recurred)
+        if not keeps_front:
+            parts = (leaves.h, leaves.post, leaves.comb, *([grown] if self.is_kda else []))
+            return Middle(tape.most, sum(part.grad.num_bytes for part in parts if part.grad), stands)
+        tape.drop(y)
+        most, left, tape.most = tape.most, tape.live, tape.live
+        self._give_front(tape, found, grown)
+        tape.walk_back(join)
+        site.join(leaves)
+        tape.walk_back()
+        self._keys_back(ops, keys)
+        return Middle(most, left, stands, tape.most - left)
 
     def to_the_input(self) -> int:
         """From the leaves, whose gradients are there, to the gradient of the tile's input."""
         ops, x = self._begin()
         tape, site = ops.tape, self._enter(ops, x)
-        leaves = site.cut(tape)
-        front = len(tape.nodes)
-        if self.is_kda:
-            found = ops.kda(*self._rule(ops, leaves.h))
-            tape.give(found, 0)
-        else:
-            found = self._latents(ops, leaves.h)
-            tape.give(found)
-            tape.at_once(self.t * self.shape.kv_lora_rank * self.s.w * self.s.narrow)
-        for leaf in (leaves.h, leaves.post, leaves.comb):
+        leaves, join = site.cut(tape), len(tape.nodes)
+        found = ops.kda(*self._rule(ops, leaves.h)) if self.is_kda else self._latents(ops, leaves.h)
+        keys, grown = self._learn_keys(ops), tape.leaf(found)
+        for leaf in (leaves.h, leaves.post, leaves.comb, grown):
             tape.give(leaf, 0)
-        tape.walk_back(front)
+        self._give_front(tape, found, grown)
+        tape.walk_back(join)
         site.join(leaves)
         tape.walk_back()
+        self._keys_back(ops, keys)
         return tape.most
 
     def _mix(self, ops: Ops, h: Value) -> Value:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import Literal, NamedTuple
 
@@ -25,8 +26,11 @@ class Tiles(NamedTuple):
         kept: of its graph, once it stands.
         meet: the first pass forward where ranks share a pack; 0 where they do not.
         front: what `keep_fronts` keeps of a tile.
+        forward_kept: the second pass forward beside that.
         middle, left: the first stage of the way back, and what stays of it.
         halves, halved: the same where fronts are kept: with their graphs.
+        rest: the second stage beside those.
+        warm_up: where only indexers learn; 0 in a layer without one.
     """
 
     forward: int
@@ -34,10 +38,13 @@ class Tiles(NamedTuple):
     kept: int
     meet: int = 0
     front: int = 0
+    forward_kept: int = 0
     middle: int = 0
     left: int = 0
     halves: int = 0
     halved: int = 0
+    rest: int = 0
+    warm_up: int = 0
 
 
 class Sizes:
@@ -45,7 +52,9 @@ class Sizes:
 
     def __init__(self, job: Job) -> None:
         self.job, self.shape = job, job.shape
-        self.settings = Settings.of(job)
+        self.settings = self.later = Settings.of(job)
+        if not self.settings.native:  # only plain torch has masks where a document begins
+            self.later = replace(self.settings, begins=False)
         self.e, self.w = job.itemsize, job.wide
         self.num_layers = self.shape.num_hidden_layers
         self.rows = rows_of(job)
@@ -79,6 +88,18 @@ class Sizes:
         """Pool ids of 4 bytes, expert ids of 1 or 2."""
         return self.tokens * choice_bytes(self.job, layer)
 
+    def choices_left(self, layer: int) -> int:
+        """Those of the layer below that go once this one's are there: pools that it shares stay."""
+        if layer == 0:
+            return 0
+        below, shape = layer - 1, self.shape
+        experts = self.tokens * expert_choice_bytes(self.shape, below)
+        if self.is_kda(below) or shape.indexer_types[layer] != "full":
+            return experts
+        while not self.selects(below):
+            below -= 1
+        return experts + self.tokens * pool_choice_bytes(shape)
+
     def border(self, layer: int) -> int:
         """A carry at a tile's border; a DSA layer keeps none."""
         return carry_bytes(self.job, layer)
@@ -109,9 +130,16 @@ class Sizes:
         row = 2 * self.shape.index_head_dim * self.e * self.selects(layer)
         return self.num_tiles * (self.shape.index_kpool - 1) * row
 
-    def keys(self, layer: int) -> int:
-        """Pool keys alone, of the whole sequence."""
-        return self.pools() * self.shape.index_head_dim * self.selects(layer) * self.e
+    def d_buffers(self, layer: int, *, own: bool = False) -> int:
+        """Their gradients, float32 or wider."""
+        return self.buffers(layer, own=own) // self.e * self.w
+
+    def learns_to_select(self, layer: int) -> bool:
+        return self.selects(layer) and "indexer" in self.settings.groups
+
+    def keys(self, layer: int, *, own: bool = False) -> int:
+        """Pool keys alone, of the whole sequence or of this rank's segments."""
+        return self.pools(own=own) * self.shape.index_head_dim * self.selects(layer) * self.e
 
     # KDA's passage between ranks
 
@@ -132,17 +160,16 @@ class Sizes:
 
     # Tiles in work
 
-    def tiles(self, layer: int) -> Tiles:
-        """Of a whole tile."""
-        return _tiles(self.settings, self.kinds[layer], self.tile, self.shared)
+    def tiles(self, layer: int, *, begins: bool = True) -> Tiles:
+        """Of a whole tile; `begins`: in which a document does."""
+        return _tiles(self.settings if begins else self.later, self.kinds[layer], self.tile, self.shared)
 
     def of_all_tiles(self, layer: int, part: Literal["kept", "front", "left", "halved"]) -> int:
-        """What all tiles of a layer keep together; the last one of a segment may be shorter."""
+        """What all tiles of a layer keep together: a document begins in one; the last of a segment may be shorter."""
         whole, rest = divmod(self.segment, self.tile)
-        per_segment = whole * getattr(self.tiles(layer), part)
-        if rest:
-            per_segment += getattr(_tiles(self.settings, self.kinds[layer], rest, self.shared), part)
-        return self.num_segments * int(per_segment)
+        first, later = (getattr(self.tiles(layer, begins=begins), part) for begins in (True, False))
+        last = getattr(_tiles(self.later, self.kinds[layer], rest, self.shared), part) if rest else 0
+        return int(self.num_segments * (whole * later + last) + first - later)
 
     def head(self) -> tuple[int, int, int]:
         """Most going forward; the gradient of the last output; most until it is there."""
@@ -162,12 +189,21 @@ def pages(num_bytes: int) -> int:
 
 def choice_bytes(job: Job, layer: int) -> int:
     """Of one token: 4 for each pool id of a layer that selects, 1 or 2 for each expert id."""
-    shape, per_token = job.shape, 0
-    if shape.layer_types[layer] != KDA and shape.indexer_types[layer] == "full":
-        per_token += shape.index_topk // shape.index_kpool * 4
-    if shape.mlp_layer_types[layer] == "sparse":
-        per_token += shape.num_experts_per_tok * (1 if shape.n_routed_experts <= 256 else 2)
-    return per_token
+    shape = job.shape
+    selects = shape.layer_types[layer] != KDA and shape.indexer_types[layer] == "full"
+    return pool_choice_bytes(shape) * selects + expert_choice_bytes(shape, layer)
+
+
+def pool_choice_bytes(shape: Architecture) -> int:
+    """Of one token: 4 for each pool."""
+    return shape.index_topk // shape.index_kpool * 4
+
+
+def expert_choice_bytes(shape: Architecture, layer: int) -> int:
+    """Of one token: 1 or 2 for each expert."""
+    if shape.mlp_layer_types[layer] != "sparse":
+        return 0
+    return shape.num_experts_per_tok * (1 if shape.n_routed_experts <= 256 else 2)
 
 
 def carry_bytes(job: Job, layer: int) -> int:
@@ -182,10 +218,12 @@ def carry_bytes(job: Job, layer: int) -> int:
 
 @cache
 def _tiles(settings: Settings, layer: int, tokens: int, shared: bool) -> Tiles:
+    warms_up = settings.indexer == "warmup"
     if not shared:
         alone = LayerTape(settings, layer, tokens)
         kept, most = alone.backward()
-        return Tiles(alone.forward(), most, kept)
+        warm_up = alone.warm_up() if alone.has_indexer and warms_up else 0
+        return Tiles(alone.forward(), most, kept, warm_up=warm_up)
     tape = SharedLayerTape(settings, layer, tokens)
     middle, halves = tape.to_the_middle(), tape.to_the_middle(keeps_front=True)
     return Tiles(
@@ -194,7 +232,9 @@ def _tiles(settings: Settings, layer: int, tokens: int, shared: bool) -> Tiles:
         halves.stands,
         tape.meet(),
         tape.meet_keeping(),
-        *(middle.most, middle.left, halves.most, halves.left),
+        tape.forward_kept(),
+        *(middle.most, middle.left, halves.most, halves.left, halves.rest),
+        tape.warm_up() if tape.has_indexer and warms_up else 0,
     )
 
 

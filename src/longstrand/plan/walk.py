@@ -63,6 +63,8 @@ class _Walk:
         running = False  # a stream that no one keeps: the next layer writes over what it reads
         for layer in range(s.num_layers):
             held.add(CHOICES, s.choices(layer))
+            if layer < s.first:  # of frozen layers only the last one's stay
+                held.take(CHOICES, s.choices_left(layer))
             if layer >= s.first and self.memory.recompute:
                 held.add(BORDERS, s.border(layer) * s.num_tiles)
             if layer in self.kept:
@@ -82,12 +84,14 @@ class _Walk:
         held, s = self.held, self.s
         self._gather(layer, GATHERED)
         if s.shared:
-            self._meet(layer, keeps=not again)
+            self._meet(layer)
         else:
             held.add(BUFFERS, s.buffers(layer))
         self._tiles_forward(layer)
-        if self.memory.recompute:
+        if self.memory.recompute or layer < s.first:
             held.take(BUFFERS)
+        if again or layer < s.first:
+            held.take(MAPS, s.maps(layer))
         held.take(GATHERED)
 
     def backward(self, *, first: bool) -> None:
@@ -97,6 +101,21 @@ class _Walk:
         held.add(PACK, s.w * self.job.length)  # the output's gradient
         self._gather(None, ROOT)
         self._new_gradients(None, D_ROOT, first=first)
+        if self.job.indexer == "warmup":
+            self._warm_up(first=first)
+        else:
+            self._layers_back(first=first)
+        for name in (INPUTS, MEAN, CHOICES, BORDERS, POOL_ROWS):
+            held.take(name)
+        self._reduce(None, D_ROOT, first=first)
+        held.take(ROOT)
+        held.take(PACK, 2 * s.w * self.job.length)
+
+    def _layers_back(self, *, first: bool) -> None:
+        """From the last layer to the lowest one that trains; where none does, the head alone."""
+        held, s = self.held, self.s
+        if s.first == s.num_layers:
+            held.at_once({TILE: s.head()[2] + s.positions})
         dy = False
         for layer in range(self.last, s.first - 1, -1):
             self._rebuild(layer)
@@ -109,11 +128,26 @@ class _Walk:
             held.take(INPUTS, self.stream * dy)
             dy = layer in self.inputs  # dx stands where the input was
             self.inputs.discard(layer)
-        for name in (INPUTS, MEAN, CHOICES, BORDERS, POOL_ROWS):
-            held.take(name)
-        self._reduce(None, D_ROOT, first=first)
-        held.take(ROOT)
-        held.take(PACK, 2 * s.w * self.job.length)
+
+    def _warm_up(self, *, first: bool) -> None:
+        """Only indexers learn: no gradient goes from layer to layer."""
+        held, s = self.held, self.s
+        for layer in range(self.last, s.first - 1, -1):
+            if s.selects(layer):
+                self._rebuild(layer)
+                self._gather(layer, GATHERED)
+                self._open(layer)
+                self._new_gradients(layer, D_GATHERED, first=first)
+                held.at_once({TILE: s.tiles(layer).warm_up + self._fed(layer)})
+                self._keys_back(layer)
+                self._reduce(layer, D_GATHERED, first=first)
+                for name in (BUFFERS, D_BUFFERS, GATHERED):
+                    held.take(name)
+            held.take(INPUTS, self.stream * (layer in self.inputs))
+            self.inputs.discard(layer)
+            held.take(CHOICES, s.choices(layer))
+            held.take(BORDERS, s.border(layer) * s.num_tiles)
+            held.take(MAPS, s.maps(layer))
 
     def _rebuild(self, layer: int) -> None:
         """A layer's input that was not kept, with all of its group's below it."""
@@ -127,13 +161,8 @@ class _Walk:
 
     def _layer_back(self, layer: int, *, first: bool) -> None:
         held, s = self.held, self.s
-        d_buffers = s.buffers(layer) // s.e * s.w
         if self.memory.recompute:  # otherwise its buffers are there since it went forward
-            if s.shared:
-                self._exchange(layer)
-                held.add(BUFFERS, s.buffers(layer, own=True))
-            held.add(BUFFERS, s.buffers(layer) + s.tails(layer))
-            held.add(D_BUFFERS, d_buffers)
+            self._open(layer)
         self._new_gradients(layer, D_GATHERED, first=first)
         if s.shared:
             self._two_stages(layer)
@@ -145,7 +174,16 @@ class _Walk:
         else:
             held.take(GRAPHS, self._graphs(layer))
             held.take(BUFFERS, s.buffers(layer))
-            held.take(D_BUFFERS, d_buffers)
+            held.take(D_BUFFERS, s.d_buffers(layer))
+
+    def _open(self, layer: int) -> None:
+        """A layer's buffers once more, with their gradients."""
+        held, s = self.held, self.s
+        if s.shared:
+            self._exchange(layer)
+            held.add(BUFFERS, s.buffers(layer, own=True))
+        held.add(BUFFERS, s.buffers(layer) + s.tails(layer))
+        held.add(D_BUFFERS, s.d_buffers(layer))
 
     def _tiles_forward(self, layer: int) -> None:
         s, held = self.s, self.held
@@ -156,7 +194,7 @@ class _Walk:
             held.at_once({TILE: max(0, most - tiles.kept)})
         elif self.memory.keep_fronts:
             with held.during(FRONTS, s.of_all_tiles(layer, "front")):
-                held.at_once({TILE: max(0, tiles.forward - tiles.front) + fed})
+                held.at_once({TILE: tiles.forward_kept + fed})
         else:
             held.at_once({TILE: tiles.forward + fed})
         if layer == self.last:
@@ -170,7 +208,7 @@ class _Walk:
     def _keep_graphs(self, layer: int) -> None:
         """All tiles of a layer with their graphs, and the gradients of its buffers."""
         self.held.add(GRAPHS, self._graphs(layer))
-        self.held.add(D_BUFFERS, self.s.buffers(layer) // self.s.e * self.s.w)
+        self.held.add(D_BUFFERS, self.s.d_buffers(layer))
 
     def _graphs(self, layer: int) -> int:
         """Of the first layer with their inputs too, which are no views."""
@@ -189,29 +227,35 @@ class _Walk:
         _, streams, head = s.head()
         self.held.at_once({TILE: max(most + streams, kept + head) + fed})
 
-    def _meet(self, layer: int, *, keeps: bool) -> None:
-        """The first pass forward over a layer's tiles, and what it exchanges."""
+    def _meet(self, layer: int) -> None:
+        """The first pass forward over a layer's tiles, and what it exchanges and keeps."""
         s, held = self.s, self.held
         own = s.buffers(layer, own=True) + s.tails(layer)
         held.add(BUFFERS, own)
         fronts = (s.of_all_tiles(layer, "front") - s.tiles(layer).front) * self.memory.keep_fronts
-        held.at_once({TILE: s.tiles(layer).meet + self._fed(layer), FRONTS: fronts})
+        meet = s.tiles(layer, begins=not fronts).meet  # beside fronts it is a later tile
+        held.at_once({TILE: meet + self._fed(layer), FRONTS: fronts})
         self._exchange(layer)
         held.add(BUFFERS, s.buffers(layer))
-        if keeps:
-            held.add(MAPS, s.maps(layer))
-        else:
-            held.at_once({MAPS: s.maps(layer)})
+        held.add(MAPS, s.maps(layer))
 
     def _exchange(self, layer: int) -> None:
         """Summaries [A | B] of KDA, put together, sent and come; pool keys of DSA before they are in order."""
         s = self.s
-        self.held.at_once({MAPS: 8 * s.states(layer), BUFFERS: s.keys(layer)})
+        ordered = (s.buffers(layer) - s.keys(layer)) * (self.job.indexer == "warmup")  # latents too
+        self.held.at_once({MAPS: 8 * s.states(layer), BUFFERS: max(s.keys(layer), ordered)})
+
+    def _keys_back(self, layer: int) -> None:
+        """Gradients of a learning indexer's pool keys in the order of ranks, and those of this rank's own."""
+        s, held = self.s, self.held
+        if s.shared and s.learns_to_select(layer):
+            held.add(D_BUFFERS, s.keys(layer, own=True) // s.e * s.w)
+            held.at_once({D_BUFFERS: s.keys(layer) // s.e * s.w})
 
     def _two_stages(self, layer: int) -> None:
         s, held, tiles = self.s, self.held, self.s.tiles(layer)
         held.add(MAPS, 2 * s.states(layer))
-        own = s.buffers(layer, own=True) // s.e * s.w
+        own = s.d_buffers(layer, own=True) - s.keys(layer, own=True) // s.e * s.w
         if not self.memory.recompute:  # fronts are there, with all else
             self._tiles_back(layer, tiles.halves)
         elif self.memory.keep_fronts:
@@ -221,7 +265,8 @@ class _Walk:
             self._tiles_back(layer, tiles.halves)
             held.add(FRONTS, tiles.halved + s.positions)
             held.add(D_BUFFERS, own)
-            held.at_once({TILE: max(0, tiles.backward - tiles.halved) + self._fed(layer)})
+            self._keys_back(layer)
+            held.at_once({TILE: tiles.rest})
             held.take(FRONTS)
         else:
             own_stream = self.stream if layer == self.last else 0
@@ -230,6 +275,7 @@ class _Walk:
             self._tiles_back(layer, tiles.middle)
             held.add(MIDDLE, tiles.left)
             held.add(D_BUFFERS, own)
+            self._keys_back(layer)
             held.at_once({TILE: tiles.backward + self._fed(layer) + self.under_way})
             held.take(MIDDLE)
             held.take(INPUTS, own_stream)
