@@ -33,6 +33,7 @@ Indexer = Literal["frozen", "sparse", "warmup"]
 Balance = Literal["none", "bias", "aux"]
 
 LONG_TOKENS = 65_536  # beyond, one step has to do
+WARM_TILES = 2  # of each rank: experts meet other numbers of rows in each
 
 
 @dataclass(frozen=True)
@@ -114,8 +115,8 @@ class Found:
         counted: most living tensor bytes.
         phases: the same by phase of a step.
         resident: most resident memory above the process's own.
-        baseline: the process's own resident memory, measured once it has trained such a model on a tile: libraries, and
-            the code that oneDNN compiles for each shape of a bfloat16 product.
+        baseline: the process's own resident memory, measured once it has trained such a model on two tiles: libraries,
+            and the code that oneDNN compiles for each shape of a bfloat16 product.
     """
 
     counted: int
@@ -134,7 +135,7 @@ def _measure(values: dict[str, Any]) -> Found:
     torch.set_num_threads(1)
     case, counted = Case(**values), CountedMemory(torch.device("cpu"))
     assert counted.why_not is None, counted.why_not
-    warm = replace(case, length=min(case.length, case.job.memory.tile * case.ranks), sequences=1)
+    warm = replace(case, length=min(case.length, WARM_TILES * case.job.memory.tile * case.ranks), sequences=1)
     with PeakMemory() as memory:
         _steps(warm, 1)
         gc.collect()
