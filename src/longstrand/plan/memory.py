@@ -8,7 +8,7 @@ from functools import lru_cache
 from longstrand.plan import walk
 from longstrand.plan.job import Job
 from longstrand.plan.sizes import Sizes
-from longstrand.plan.terms import Memory, Place, Term
+from longstrand.plan.terms import COUNTED, Memory, Place, Term
 
 SLACK_SHARE = 0.05
 COMMUNICATOR_BYTES = 512 * 2**20
@@ -16,6 +16,9 @@ COMMUNICATOR_BYTES = 512 * 2**20
 _ESTIMATED_SLACK = (
     f"estimated: {SLACK_SHARE:.0%} of what comes and goes, for blocks that a caching allocator cannot reuse; not "
     "measured on a GPU"
+)
+_ESTIMATED_SKEW = (
+    "estimated: the busiest expert rank receives {:g} times the mean (data_skew); counted where it does"
 )
 _ESTIMATED_BUFFERS = "estimated: 0.5 GiB of NCCL buffers for each axis that exchanges; not measured on a GPU"
 
@@ -29,14 +32,17 @@ def plan_memory(job: Job) -> Memory:
     sizes = Sizes(job)
     why = _why(sizes)
     phases = {
-        phase: (*_terms(held, why), *_estimated(job, held)) for phase, held in walk.walk_step(sizes).items()
+        phase: (*_terms(job, held, why), *_estimated(job, held))
+        for phase, held in walk.walk_step(sizes).items()
     }
     return Memory(phases, _elsewhere(sizes))
 
 
-def _terms(held: Mapping[str, int], why: Mapping[str, str]) -> list[Term]:
+def _terms(job: Job, held: Mapping[str, int], why: Mapping[str, str]) -> list[Term]:
+    """Those of the walk; what a tile of shared experts takes depends on where its tokens choose to go."""
+    evidence = {walk.TILE: _ESTIMATED_SKEW.format(job.data_skew)} if job.parallel.expert > 1 else {}
     return [
-        Term(name, num_bytes, "device", why[name])
+        Term(name, num_bytes, "device", why[name], evidence.get(name, COUNTED))
         for name, num_bytes in sorted(held.items(), key=lambda item: -item[1])
     ]
 
