@@ -112,8 +112,8 @@ class Found:
     """What one rank measured, in bytes.
 
     Attributes:
-        counted: most living tensor bytes.
-        phases: the same by phase of a step.
+        counted: most living tensor bytes of a step.
+        phases: the same by phase, and "before": while the model is made whole and cut, which no plan has.
         resident: most resident memory above the process's own.
         baseline: the process's own resident memory, measured before the model is made.
     """
@@ -148,7 +148,8 @@ def _measure(values: dict[str, Any]) -> Found:
         counted.take()
         memory.take()
         _steps(case, 1 if case.length > LONG_TOKENS else 2, ended)
-        return Found(max(phases.values()), memory.take() - baseline, baseline, phases)
+        most = max(num_bytes for phase, num_bytes in phases.items() if phase != "before")
+        return Found(most, memory.take() - baseline, baseline, phases)
 
 
 def _steps(case: Case, steps: int, ended: Callable[[str], None] = lambda phase: None) -> None:
