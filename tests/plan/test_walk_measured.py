@@ -20,7 +20,7 @@ CASES = {
         5000, dtype="bfloat16", memory={**TILE, "keep_fronts": True}, parallel=RANKS
     ),
     "fronts kept in plain torch": Case(
-        5000, form="portable", memory={**TILE, "keep_fronts": True}, parallel=RANKS
+        5000, form="portable", memory={"tile": 625, "keep_fronts": True}, parallel=RANKS
     ),
     "the head alone": Case(3000, trainable=("head",), memory=TILE),
     "the head alone, context ranks": Case(5000, trainable=("head",), memory=TILE, parallel=RANKS),

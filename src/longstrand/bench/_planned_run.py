@@ -112,17 +112,19 @@ class Found:
     """What one rank measured, in bytes.
 
     Attributes:
-        counted: most living tensor bytes.
-        phases: the same by phase of a step.
-        resident: most resident memory above the process's own.
+        counted: most living tensor bytes of a step.
+        resident: most resident memory of a step above the process's own.
         baseline: the process's own resident memory, measured once it has trained such a model on two tiles: libraries,
             and the code that oneDNN compiles for each shape of a bfloat16 product.
+        phases: `counted` by phase.
+        before: living tensor bytes while the model is made whole and cut, which no plan has.
     """
 
     counted: int
     resident: int
     baseline: int
-    phases: dict[str, int] = field(default_factory=dict)
+    phases: dict[str, int]
+    before: int
 
 
 def run_case(case: Case, timeout: float | int | None = None) -> Found:
@@ -140,16 +142,17 @@ def _measure(values: dict[str, Any]) -> Found:
         _steps(warm, 1)
         gc.collect()
         _trim()
-        phases: dict[str, int] = {}
+        living, held = dict[str, int](), dict[str, int]()
 
         def ended(phase: str) -> None:
-            phases[phase] = max(phases.get(phase, 0), counted.take() or 0)
+            living[phase] = max(living.get(phase, 0), counted.take() or 0)
+            held[phase] = max(held.get(phase, 0), memory.take())
 
-        counted.take()
+        ended("before")
         baseline = resident_bytes() - (counted.live() or 0)
-        memory.take()
         _steps(case, 1 if case.length > LONG_TOKENS else 2, ended)
-        return Found(max(phases.values()), memory.take() - baseline, baseline, phases)
+        before, _ = living.pop("before"), held.pop("before")
+        return Found(max(living.values()), max(held.values()) - baseline, baseline, living, before)
 
 
 def _steps(case: Case, steps: int, ended: Callable[[str], None] = lambda phase: None) -> None:

@@ -17,6 +17,9 @@ _ESTIMATED_SLACK = (
     f"estimated: {SLACK_SHARE:.0%} of what comes and goes, for blocks that a caching allocator cannot reuse; not "
     "measured on a GPU"
 )
+_ESTIMATED_SKEW = (
+    "estimated: the busiest expert rank receives {:g} times the mean (data_skew); counted where it does"
+)
 _ESTIMATED_BUFFERS = "estimated: 0.5 GiB of NCCL buffers for each axis that exchanges; not measured on a GPU"
 
 
@@ -29,16 +32,18 @@ def plan_memory(job: Job) -> Memory:
     sizes = Sizes(job)
     why = _why(sizes)
     phases = {
-        phase: (*_terms(held, why, job), *_estimated(job, held))
+        phase: (*_terms(job, held, why), *_estimated(job, held))
         for phase, held in walk.walk_step(sizes).items()
     }
     return Memory(phases, _elsewhere(sizes))
 
 
-def _terms(held: Mapping[str, int], why: Mapping[str, str], job: Job) -> list[Term]:
-    evidence = evidence_of(job.kind, "device")
+def _terms(job: Job, held: Mapping[str, int], why: Mapping[str, str]) -> list[Term]:
+    """Those of the walk; what a tile of shared experts takes depends on where its tokens choose to go."""
+    counted = evidence_of(job.kind, "device")
+    evidence = {walk.TILE: _ESTIMATED_SKEW.format(job.skew)} if job.parallel.expert > 1 else {}
     return [
-        Term(name, num_bytes, "device", why[name], evidence)
+        Term(name, num_bytes, "device", why[name], evidence.get(name, counted))
         for name, num_bytes in sorted(held.items(), key=lambda item: -item[1])
     ]
 
