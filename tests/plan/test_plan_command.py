@@ -70,6 +70,14 @@ def test_it_says_memory_seconds_levers_and_what_was_not_measured(call):
     assert max(map(len, called.out.splitlines())) <= 100
 
 
+def test_loading_is_said_where_ranks_cut_the_model(call):
+    """313,326,799,870 parameters on each of 8 ranks, 2 bytes each but for routers and their like."""
+    called = call(*FLASH, "--length", "1M")
+    said = re.search(r"Loading takes ([\d,.]+) GiB of each host", called.out)
+    assert float(said[1].replace(",", "")) == pytest.approx(8 * 2 * 313_326_799_870 / 2**30, rel=0.01)
+    assert "Loading" not in call("--model", "toy", "--length", "64k").out
+
+
 def test_json_adds_up(call):
     plan = json.loads(call(*FLASH, "--length", "1M", "--json").out)
     assert plan["fits"] and plan["length"] == 2**20

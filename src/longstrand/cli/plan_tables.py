@@ -23,6 +23,7 @@ from longstrand.plan.summary import (
     PLACES,
     effect,
     gib,
+    loading_bytes,
     reason,
     setting,
     terms_in,
@@ -54,6 +55,9 @@ def show_plan(plan: Plan, model: str, console: Console) -> None:
         console.print(Padding(Text(each, "dim"), (0, 0, 0, 2)))
     console.print("  seconds: --json says from which part of which rate each is", style="dim")
     _show_calibrated(plan, console)
+    if loading := loading_bytes(plan):
+        words = "before its first step each rank makes the whole model, then keeps its part; not judged"
+        console.print(f"Loading takes {gib(loading)} GiB of each host: {words}.", markup=False)
     if not plan.room.is_cpu:
         console.print(NOT_ON_A_GPU, markup=False)
 

@@ -82,6 +82,15 @@ def terms_in(plan: Plan, place: Place) -> tuple[Term, ...]:
     return (host_terms if place == "host" else file_terms)(plan.memory, plan.room)
 
 
+def loading_bytes(plan: Plan) -> int:
+    """Of host memory on each host before the first step: every rank makes the whole model, then keeps its part.
+
+    No limit is judged by it, since levers change nothing there. One rank keeps all that it makes.
+    """
+    whole = sum(weight.num_bytes for weight in plan.job.weights())
+    return plan.room.ranks_per_host * whole if plan.job.world > 1 else 0
+
+
 def as_dict(plan: Plan) -> dict[str, Any]:
     """Everything a plan says, in bytes and seconds."""
     job, room = plan.job, plan.room
@@ -104,6 +113,7 @@ def as_dict(plan: Plan) -> dict[str, Any]:
         "phases": {name: _dicts(terms) for name, terms in plan.memory.phases.items()},
         "host": {"bytes": total(terms_in(plan, "host")), "terms": _dicts(terms_in(plan, "host"))},
         "files": {"bytes": total(terms_in(plan, "file")), "terms": _dicts(terms_in(plan, "file"))},
+        "loading_bytes_per_host": loading_bytes(plan),
         "seconds": {
             "total": plan.seconds.total,
             "tokens_per_second": plan.seconds.tokens_per_second(job),
