@@ -161,3 +161,11 @@ def test_ranks_of_a_host_share_its_disk():
     assert all(table["disk"].evidence.startswith("measured: ") for table in (CPU_NATIVE, CPU_PORTABLE))
     half = dataclasses.replace(one, dtype="bfloat16", form="portable")
     assert share_of("disk", half, CPU).evidence == CPU_NATIVE["disk"].evidence
+
+
+def test_a_calibrated_offload_is_a_multiple_of_what_was_left_over():
+    """Runs are fitted to what their plans say, which is the copies' seconds less those of other work."""
+    job = Job(GLM, 2**18, memory=MemorySection(offload="disk"))
+    plain, fitted = _by_name(job, B200), _by_name(job, B200, {"offload to disk": 0.5, "scores": 3.0})
+    assert plain["offload to disk"].seconds > 0
+    assert fitted["offload to disk"].seconds == pytest.approx(plain["offload to disk"].seconds / 2)

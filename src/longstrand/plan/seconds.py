@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from longstrand.plan.devices import Device
 from longstrand.plan.job import Job
@@ -49,37 +49,36 @@ def plan_seconds(job: Job, device: Device, fitted: Mapping[str, float] | None = 
     Args:
         fitted: factors of the terms, by name, from finished runs (`plan --calibrate`); None: estimates.
     """
-    factors, passes = fitted or {}, Passes(job)
+    passes = Passes(job)
     work = [*product_work(passes), *memory_work(passes), start_work(passes), *exchange_work(passes)]
-    terms = [_term(each, job, device, factors) for each in work]
-    terms += _copies(passes, device, factors, sum(term.seconds for term in terms))
-    return Seconds(tuple(term for term in terms if term.seconds > 0))
+    terms = [_term(each, job, device) for each in work]
+    terms += _copies(passes, device, sum(term.seconds for term in terms))
+    return Seconds(tuple(_calibrated(term, fitted or {}) for term in terms if term.seconds > 0))
 
 
-def _copies(
-    passes: Passes, device: Device, factors: Mapping[str, float], computing: float
-) -> Iterator[TimeTerm]:
+def _copies(passes: Passes, device: Device, computing: float) -> Iterator[TimeTerm]:
     """Of what leaves the device: layer inputs move while tiles are computed, so only what takes longer counts."""
     job, offload, optimizer = passes.job, offload_work(passes), host_optimizer_work(passes)
     if offload is not None:
-        whole = _term(offload, job, device, factors)
+        whole = _term(offload, job, device)
         why = (
             f"{whole.why}: {three_digits(whole.seconds)} s of copies beside {three_digits(computing)} s of other work; "
             "what is left over"
         )
-        yield TimeTerm(whole.name, max(0.0, whole.seconds - computing), why, whole.evidence)
+        yield replace(whole, seconds=max(0.0, whole.seconds - computing), why=why)
     if optimizer is not None:
-        yield _term(optimizer, job, device, factors)
+        yield _term(optimizer, job, device)
 
 
-def _term(work: Work, job: Job, device: Device, factors: Mapping[str, float]) -> TimeTerm:
+def _term(work: Work, job: Job, device: Device) -> TimeTerm:
     seconds = work.amount / per_second(work.rate, job, device, work.span)
-    if work.name in factors:
-        factor = factors[work.name]
-        return TimeTerm(
-            work.name,
-            seconds * factor,
-            work.why,
-            f"measured: {three_digits(factor)} x the estimate, as calibrated",
-        )
     return TimeTerm(work.name, seconds, work.why, share_of(work.rate, job, device).evidence)
+
+
+def _calibrated(term: TimeTerm, factors: Mapping[str, float]) -> TimeTerm:
+    """As runs were fitted: the factor is one of the estimate that stands in their plans."""
+    if term.name not in factors:
+        return term
+    factor = factors[term.name]
+    evidence = f"measured: {three_digits(factor)} x the estimate, as calibrated"
+    return replace(term, seconds=factor * term.seconds, evidence=evidence)
