@@ -81,7 +81,7 @@ def test_factors_of_a_calibration_multiply_their_terms():
     job = Job(GLM, 2**18, parallel=SPREAD)
     plain, fitted = _by_name(job, B200), _by_name(job, B200, {"scores": 0.5, "no such term": 9.0})
     assert fitted["scores"].seconds == pytest.approx(plain["scores"].seconds / 2)
-    assert fitted["scores"].evidence == "measured: 0.500 x the estimate, as calibrated"
+    assert fitted["scores"].evidence == "measured: 0.5 x the estimate, as calibrated"
     assert fitted["experts"] == plain["experts"]
 
 
@@ -165,7 +165,7 @@ def test_ranks_of_a_host_share_its_disk():
 
 def test_a_calibrated_offload_is_a_multiple_of_what_was_left_over():
     """Runs are fitted to what their plans say, which is the copies' seconds less those of other work."""
-    job = Job(GLM, 2**18, memory=MemorySection(offload="disk"))
+    job = Job(GLM, 2**20, parallel=SPREAD, memory=MemorySection(offload="disk"))
     plain, fitted = _by_name(job, B200), _by_name(job, B200, {"offload to disk": 0.5, "scores": 3.0})
     assert plain["offload to disk"].seconds > 0
     assert fitted["offload to disk"].seconds == pytest.approx(plain["offload to disk"].seconds / 2)
