@@ -1,6 +1,7 @@
 """Large blocks of the counting allocator: what a process holds follows what lives, and no block lies over another."""
 
 import gc
+import os
 import random
 import subprocess
 import sys
@@ -72,6 +73,54 @@ def test_a_reading_gives_free_pages_back(counted):
     assert abs(resident_bytes() - before) < OTHER
 
 
+def test_what_the_system_could_never_give_is_refused(counted):
+    before = counted.live()
+    with pytest.raises(RuntimeError, match="allocate"):
+        torch.empty(
+            1 << 39, dtype=torch.uint8
+        )  # 512 GiB: within the addresses, beyond the memory of this machine
+    assert counted.live() == before
+
+
+def test_addresses_are_reserved_once():
+    script = """
+import torch
+from longstrand.memory.counted import CountedMemory
+def addresses():
+    return int(open("/proc/self/statm").read().split()[0]) * 4096
+CountedMemory(torch.device("cpu"))
+before = addresses()
+for _ in range(5):
+    CountedMemory(torch.device("cpu"))
+assert addresses() - before < 1 << 30
+"""
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
+
+
+def test_a_process_forked_while_others_allocate_can_allocate():
+    script = """
+import os, threading, torch
+from longstrand.memory.counted import CountedMemory
+CountedMemory(torch.device("cpu"))
+torch.set_num_threads(1)
+ended = threading.Event()
+def work():
+    while not ended.is_set():
+        torch.empty(1 << 20)
+threads = [threading.Thread(target=work) for _ in range(3)]
+for thread in threads:
+    thread.start()
+for _ in range(50):
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if torch.empty(1 << 20).numel() else 1)
+    assert os.waitpid(child, 0)[1] == 0
+ended.set()
+"""
+    done = subprocess.run([sys.executable, "-c", script], check=False, timeout=120)
+    assert done.returncode == 0
+
+
 def test_where_the_system_gives_no_addresses_blocks_are_torchs_own():
     script = """
 import resource, torch
@@ -79,7 +128,7 @@ torch.ones(4)
 resource.setrlimit(resource.RLIMIT_AS, (1 << 36, 1 << 36))
 from longstrand.memory.counted import CountedMemory
 counted = CountedMemory(torch.device("cpu"))
-assert counted.why_not is None, counted.why_not
+assert counted.why_not is None and not counted.has_pages
 before = counted.live()
 x = torch.ones(1 << 20)
 assert counted.live() - before == 4 << 20 and x.sum() == 1 << 20

@@ -26,6 +26,7 @@ class CountedMemory:
 
     Attributes:
         why_not: why nothing is counted; None where it is.
+        has_pages: whether large blocks lie in pages of their own; not where the system gives no addresses for them.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -34,6 +35,7 @@ class CountedMemory:
         self.why_not: str | None = None
         if self._cuda is None:
             self._counter, self.why_not = _started()
+        self.has_pages = self._counter is not None and bool(self._counter.has_pages())
 
     def live(self) -> int | None:
         """Bytes that live now; None where nothing is counted."""
@@ -85,5 +87,5 @@ def _counter() -> ctypes.CDLL:
     )
     for name in ("live_bytes", "take_most"):
         getattr(library, name).restype = ctypes.c_int64
-    library.start_counting.restype = ctypes.c_bool
+    library.start_counting.restype = library.has_pages.restype = ctypes.c_bool
     return library

@@ -5,6 +5,8 @@
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
 
+#include <pthread.h>
+
 #include <cstdint>
 #include <mutex>
 #include <unordered_map>
@@ -40,6 +42,9 @@ void note(void* at, Block block) {
   known = block;
   if (live > most) most = live;
 }
+
+void lock() { guard.lock(); }
+void unlock() { guard.unlock(); }
 
 void* in_pages(size_t bytes) {
   if (bytes < kLarge) return nullptr;
@@ -83,14 +88,24 @@ struct Counter final : c10::Allocator {
 
 extern "C" {
 
+bool has_pages();
+
 // Whether it counts from now on: not where torch's allocator has no one deleter to give blocks back to, nor where another
 // allocator keeps its place before this one.
 bool start_counting() {
   static Counter counter;
   if (behind()->raw_deleter() == nullptr) return false;
-  pages.reserve(kAddresses);  // or all blocks are torch's own
+  static const int held_in_forks = pthread_atfork(lock, unlock, unlock);
+  static_cast<void>(held_in_forks);
+  has_pages();
   c10::SetCPUAllocator(&counter, 1);
   return c10::GetCPUAllocator() == &counter;
+}
+
+// Whether large blocks lie in pages of our own: there are addresses for them.
+bool has_pages() {
+  static const bool has = pages.reserve(kAddresses);
+  return has;
 }
 
 int64_t live_bytes() {

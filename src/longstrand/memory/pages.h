@@ -85,20 +85,19 @@ class Pages {
 
   // Addresses alone, no memory; false: the system gives none.
   bool reserve(size_t bytes) {
-    const int kind = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
-    void* at = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, kind, -1, 0);
+    void* at = mmap(nullptr, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (at == MAP_FAILED) return false;
     empty_.add(static_cast<char*>(at), bytes);
     return true;
   }
 
-  // A block of whole pages; null: no addresses are left.
+  // A block of whole pages; null: the system gives no more memory, or no addresses are left.
   char* take(size_t bytes) {
     char* at = kept_.take(bytes);
     if (at == nullptr) {
       const size_t peak = std::max(peak_, living_ + bytes);
       release_to(static_cast<size_t>(kMore * peak) - living_ - bytes);
-      at = empty_.take(bytes);
+      at = take_empty(bytes);
       if (at == nullptr) return nullptr;
     }
     living_ += bytes;
@@ -118,6 +117,16 @@ class Pages {
   }
 
  private:
+  // Asks the system for the memory, which refuses what it could never give.
+  char* take_empty(size_t bytes) {
+    char* at = empty_.take(bytes);
+    if (at != nullptr && mprotect(at, bytes, PROT_READ | PROT_WRITE) != 0) {
+      empty_.add(at, bytes);
+      at = nullptr;
+    }
+    return at;
+  }
+
   void release_to(size_t allowed) {
     while (kept_.bytes() > allowed) {
       auto [at, bytes] = kept_.take_largest(whole(kept_.bytes() - allowed));

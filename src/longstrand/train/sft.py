@@ -231,6 +231,11 @@ def _opened(recipe: Recipe, mesh: Mesh, *, resume: bool, started: Started) -> It
         phases = Phases(memory, torch.device("cpu"))
         if phases.why_not is not None:
             _log.info("living tensors are not counted: %s", phases.why_not)
+        if phases.has_heap:
+            _log.info(
+                "tensors lie in the C library's heap, whose holes take memory: the system gives no range of addresses "
+                "(ulimit -v) for pages of their own"
+            )
         go_on = f"go on with {started.resume_command(folder, mesh.world.size)}"
         yield _Run(folder, resolved, mesh, console, stop, phases, go_on)
 
