@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import tempfile
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -33,7 +31,7 @@ Indexer = Literal["frozen", "sparse", "warmup"]
 Balance = Literal["none", "bias", "aux"]
 
 LONG_TOKENS = 65_536  # beyond, one step has to do
-WARM_TILES = 2  # of each rank: experts meet other numbers of rows in each
+WARM_TOKENS = 32_768  # of a sequence: enough for experts to meet most numbers of rows
 
 
 @dataclass(frozen=True)
@@ -114,8 +112,8 @@ class Found:
     Attributes:
         counted: most living tensor bytes of a step.
         resident: most resident memory of a step above the process's own.
-        baseline: the process's own resident memory, measured once it has trained such a model on two tiles: libraries,
-            and the code that oneDNN compiles for each shape of a bfloat16 product.
+        baseline: the process's own resident memory, measured once it has trained a step of the case, or of its first
+            tokens, and no tensor lives: libraries, their scratch, what oneDNN keeps for each bfloat16 shape.
         phases: `counted` by phase.
         before: living tensor bytes while the model is made whole and cut, which no plan has.
     """
@@ -137,11 +135,10 @@ def _measure(values: dict[str, Any]) -> Found:
     torch.set_num_threads(1)
     case, counted = Case(**values), CountedMemory(torch.device("cpu"))
     assert counted.why_not is None, counted.why_not
-    warm = replace(case, length=min(case.length, WARM_TILES * case.job.memory.tile * case.ranks), sequences=1)
+    warm = replace(case, length=min(case.length, WARM_TOKENS), sequences=case.job.parallel.data)
     with PeakMemory() as memory:
         _steps(warm, 1)
         gc.collect()
-        _trim()
         living, held = dict[str, int](), dict[str, int]()
 
         def ended(phase: str) -> None:
@@ -177,9 +174,3 @@ def _steps(case: Case, steps: int, ended: Callable[[str], None] = lambda phase: 
 def _settings(case: Case, steps: int) -> TrainSection:
     learns = {"trainable": [*case.trainable], "indexer": case.indexer, "balance": case.balance}
     return TrainSection.model_validate({"steps": steps, "lr": 1e-4} | learns)
-
-
-def _trim() -> None:
-    """Free memory of the heap goes back to the system, so that a baseline does not hold it."""
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL("libc.so.6").malloc_trim(0)

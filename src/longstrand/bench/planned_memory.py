@@ -25,7 +25,19 @@ COUNTED, RESIDENT = 0.05, 0.10
 NUM_DRAWN = 15
 SECONDS = 900
 EXPRESSIONS = (
-    *("chunked", "held", "index_keys", "layers", "memory", "ops", "parameters", "plain", "rounds", "rows"),
+    *(
+        "chunked",
+        "held",
+        "index_keys",
+        "job",
+        "layers",
+        "memory",
+        "ops",
+        "parameters",
+        "plain",
+        "rounds",
+        "rows",
+    ),
     *("shared_layers", "sizes", "streams", "tape", "walk"),
 )
 """The modules of `longstrand.plan` that a plan's bytes are written in."""
