@@ -26,6 +26,7 @@ from longstrand.bench._steps import architecture, random_pack
 from longstrand.bench.figures import show
 from longstrand.config import MemorySection, TrainSection
 from longstrand.memory import Levers
+from longstrand.memory.counted import CountedMemory
 from longstrand.model import load_model
 from longstrand.ops.native import native_state, use_native
 from longstrand.parallel import run_ranks
@@ -167,6 +168,7 @@ def _as_measured(setting: Setting, seconds: Sequence[float]) -> Measured:
 def _timed(setting: Setting) -> float:
     """CPU seconds of a step, in this process."""
     torch.set_num_threads(1)
+    CountedMemory(torch.device("cpu"))  # tensors lie as in training
     if not use_native("native").used:
         raise AssertionError(native_state())
     settings = TrainSection(steps=100, sequences_per_step=1, lr=1e-3)
