@@ -85,7 +85,8 @@ def measure_questions() -> list[dict[str, Any]]:
     for question in QUESTIONS:
         plan, seconds = answer(question.options)
         shown = {name: cell(plan) for name, cell in COLUMNS.items()}
-        rows.append([question.name, *shown.values(), question.published, f"{seconds:.2f}"])
+        asked_with = f"`{question.options}`"
+        rows.append([question.name, *shown.values(), question.published, f"{seconds:.2f}", asked_with])
         records.append(
             {
                 "name": question.name,
@@ -101,7 +102,7 @@ def measure_questions() -> list[dict[str, Any]]:
         )
     records[-1]["table"] = {
         "name": "answers",
-        "columns": ["question", *COLUMNS, "published", "answered in, s"],
+        "columns": ["question", *COLUMNS, "published", "answered in, s", "longstrand plan"],
         "rows": rows,
     }
     return records
