@@ -7,6 +7,7 @@ from longstrand.plan.exchanges import Received, dsa_received, kda_received, moe_
 from longstrand.plan.job import Job, Weight
 from longstrand.plan.operations import Work
 from longstrand.plan.passes import LayerPasses, Passes
+from longstrand.plan.rows import rows_of
 from longstrand.wording import three_digits
 
 
@@ -115,7 +116,7 @@ def host_optimizer_work(passes: Passes) -> Work | None:
     job = passes.job
     if job.memory.optimizer != "host":
         return None
-    amount = passes.own_trained * (job.wide + job.itemsize)
+    amount = rows_of(job).own_trained * (job.wide + job.itemsize)
     return Work("optimizer's copies", amount, "host link", "gradients there, weights back")
 
 

@@ -22,6 +22,7 @@ from longstrand.plan.products import (
     mean_attended,
     mhc_terms,
 )
+from longstrand.plan.rows import rows_of
 from longstrand.wording import operations
 
 CHUNK = 16
@@ -270,7 +271,7 @@ def _optimizer_bytes(passes: Passes) -> float:
     """Gradients read for the norm, scaled, read; two moments and the weight read and written: ten passes."""
     job = passes.job
     narrow = job.itemsize < job.wide
-    return passes.own_trained * (10 * job.wide + narrow * job.itemsize)
+    return rows_of(job).own_trained * (10 * job.wide + narrow * job.itemsize)
 
 
 def _on_host(job: Job) -> bool:
