@@ -65,9 +65,18 @@ def _copies(passes: Passes, device: Device, computing: float) -> Iterator[TimeTe
             f"{whole.why}: {three_digits(whole.seconds)} s of copies beside {three_digits(computing)} s of other work; "
             "what is left over"
         )
-        yield replace(whole, seconds=max(0.0, whole.seconds - computing), why=why)
+        left = max(0.0, whole.seconds - computing)
+        yield replace(whole, seconds=left, why=why, evidence=_beside_work(whole.evidence))
     if optimizer is not None:
         yield _term(optimizer, job, device)
+
+
+def _beside_work(evidence: str) -> str:
+    """Of copies that share a machine with what they are beside: no rate of an idle one is measured there."""
+    idle = evidence.removeprefix("measured: ")
+    if idle == evidence:
+        return evidence
+    return f"estimated: as if other work slowed no copy, and it did to 0.5 to 0.9 GB/s; {idle}"
 
 
 def _term(work: Work, job: Job, device: Device) -> TimeTerm:
