@@ -47,7 +47,8 @@ def plan_seconds(job: Job, device: Device, fitted: Mapping[str, float] | None = 
     """How long a step takes.
 
     Args:
-        fitted: factors of the terms, by name, from finished runs (`plan --calibrate`); None: estimates.
+        fitted: factors of the terms, by name, from finished runs (`plan --calibrate`); None: estimates. A term's
+            evidence stays that of its estimate: `Calibrated.explained` says what a factor rests on.
     """
     passes = Passes(job)
     work = [*product_work(passes), *memory_work(passes), start_work(passes), *exchange_work(passes)]
@@ -86,8 +87,4 @@ def _term(work: Work, job: Job, device: Device) -> TimeTerm:
 
 def _calibrated(term: TimeTerm, factors: Mapping[str, float]) -> TimeTerm:
     """As runs were fitted: the factor is one of the estimate that stands in their plans."""
-    if term.name not in factors:
-        return term
-    factor = factors[term.name]
-    evidence = f"measured: {three_digits(factor)} x the estimate, as calibrated"
-    return replace(term, seconds=factor * term.seconds, evidence=evidence)
+    return replace(term, seconds=factors.get(term.name, 1.0) * term.seconds)
