@@ -239,7 +239,7 @@ def _read_run(run: Path) -> tuple[Origin, Measured]:
     if plan.get("seconds") is None:
         why = "; ".join(map(str, plan["problems"])) or "and it does not say why"
         raise UserError(f"{file}: has no seconds, so nothing to calibrate ({why}); leave this run out")
-    tokens = plan.get("tokens_per_step")
+    tokens: Any = plan.get("tokens_per_step")
     if not is_number(tokens) or tokens <= 0:
         raise UserError(f"{file}: tokens_per_step = {tokens!r}: must be a number above 0; {_REMEDY}")
     terms = {term["name"]: float(term["seconds"]) for term in plan["seconds"]["terms"]}
@@ -286,16 +286,15 @@ def _steps(path: Path, tokens: float, key: str) -> list[float]:
     """Seconds of the steps that were as long as planned."""
     found = []
     for number, record in _records(path):
-        values = [record.get(name) for name in (key, "tokens")]
-        if None in values:
+        if record.get(key) is None or record.get("tokens") is None:
             continue
-        for name, value in zip((key, "tokens"), values, strict=True):
-            if not is_number(value) or value <= 0:
+        for name in (key, "tokens"):
+            if not is_number(record[name]) or record[name] <= 0:
                 raise UserError(
-                    f"{path}, line {number}: {name} = {value!r}: must be a number above 0; {_REMEDY}"
+                    f"{path}, line {number}: {name} = {record[name]!r}: must be a number above 0; {_REMEDY}"
                 )
-        if abs(values[1] / tokens - 1) < 0.05:
-            found.append(float(values[0]))
+        if abs(record["tokens"] / tokens - 1) < 0.05:
+            found.append(float(record[key]))
     if not found:
         raise UserError(
             f"{path}: no step with {key} has the {tokens:,} tokens that were planned, so none can be compared; leave "
