@@ -189,8 +189,8 @@ def _expert_ranks(recipe: Recipe, shape: Architecture, asked: Asked) -> int:
         default = f" (it is not set, and 4 x memory.tile = {recipe.memory.tile})"
         raise UserError(
             f"{setting}: each of them sends a row at least, and parallel.receive = {receive}"
-            f"{default if recipe.parallel.receive is None else ''} takes fewer at once; raise it to {ranks} or more, or "
-            "take fewer ranks"
+            f"{default if recipe.parallel.receive is None else ''} takes fewer at once; raise it to {ranks} or more, "
+            "or take fewer ranks"
         )
     return ranks
 
