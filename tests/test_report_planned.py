@@ -151,7 +151,10 @@ def test_what_is_left_is_shown_beside_a_damaged_file(run):
     add_plan(run)
     (run / "memory.json").write_text('{"version": 1, "baseline": {"resident_bytes": true}, "phases": {}}')
     page = report(run)
-    assert "memory.json: damaged: baseline has no bytes; nothing compared." in page.text
+    assert (
+        "memory.json: damaged: baseline has resident_bytes = True: must be a number from 0; nothing"
+        in page.text
+    )
     assert _row(page, "start") == ["start", "40 MiB", "\u2013", "\u2013", "\u2013"]
     assert "What the largest phase, backward, holds by the plan." in page.text
 

@@ -74,6 +74,28 @@ class Architecture:
         """
         return cls(**_Reader(config, where).values())
 
+    @classmethod
+    def from_file(cls, config: Mapping[str, Any], where: str) -> Architecture:
+        """As `from_hf`, of a file, which must say what model it is.
+
+        transformers writes every size into a flat config; a nested text config it leaves silent about those that are
+        its defaults, beside a model_type.
+
+        Raises:
+            UserError: it does not, or as `from_hf`.
+        """
+        inner = config.get("text_config")
+        text = inner if isinstance(inner, Mapping) else config
+        named = text is inner and ("model_type" in config or "model_type" in text)
+        missing = [name for name in ("hidden_size", "num_hidden_layers") if name not in text]
+        found = cls.from_hf(config, where)
+        if missing and not named:
+            raise UserError(
+                f"{where}: says no {' and no '.join(missing)}, so not what model it is; give a model's config.json, "
+                "with its model_type, hidden_size, num_hidden_layers and other sizes"
+            )
+        return found
+
     def to_hf(self) -> Json:
         """The text config that transformers reads back to the same model."""
         names = [f.name for f in fields(self) if f.name != "defaulted"]

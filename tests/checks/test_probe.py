@@ -291,7 +291,11 @@ def test_one_expert_rank_has_no_skew_but_an_upper_bound(call, recipe_file):
         (["--expert-ranks", "3"], "--expert-ranks 3: must divide the model's 8 routed experts"),
         (
             ["--set", "parallel.receive=2", "--expert-ranks", "4"],
-            "parallel.receive = 2: must be at least the 4",
+            "--expert-ranks 4: each of them sends a row at least, and parallel.receive = 2 takes fewer at once; raise",
+        ),
+        (
+            ["--set", "memory.tile=1", "--expert-ranks", "8"],
+            "and parallel.receive = 4 (it is not set, and 4 x memory.tile = 1) takes fewer at once; raise it to 8",
         ),
         (["--out", "r.toml"], "--out r.toml: exists, and is never overwritten"),
         (["--out", "no/where.json"], "--out no/where.json: its folder does not exist"),

@@ -112,11 +112,16 @@ def _folder(path, length, *, device="CPU", tokens=None, factor=2.0, ranks=1):
     ]
     plan = {"device": device, "device_kind": "cpu", "form": "native", "dtype": "float32", "ranks": ranks}
     plan |= {"threads": 1, "tokens_per_step": 100 * length, "seconds": {"terms": terms}}
-    phases = {"start": [{"num_bytes": 300}], "backward": [{"num_bytes": 700}, {"num_bytes": 100}]}
-    (path / "plan.json").write_text(json.dumps(plan | {"memory": {"phases": phases}}))
+    plan |= {"version": 1, "problems": []}
+    words = dict.fromkeys(("name", "place", "why", "evidence"), "")
+    phases = {"start": [300], "backward": [700, 100]}
+    phases = {name: [words | {"num_bytes": number} for number in terms] for name, terms in phases.items()}
+    (path / "plan.json").write_text(json.dumps(plan | {"memory": {"phases": phases, "elsewhere": []}}))
     counted = {"start": 1250, "backward": 2000, "evaluate": 9000}  # an evaluation is no part of a step
-    phases = {name: {"counted_bytes": number} for name, number in counted.items()}
-    (path / "memory.json").write_text(json.dumps({"baseline": {"counted_bytes": 1000}, "phases": phases}))
+    rest = {"resident_bytes": 5000, "times": 1, "seconds": 1.0}
+    phases = {name: rest | {"counted_bytes": number} for name, number in counted.items()}
+    memory = {"version": 1, "baseline": rest | {"counted_bytes": 1000}, "phases": phases}
+    (path / "memory.json").write_text(json.dumps(memory))
     seconds = factor * length + 0.05 * length**2
     record = {"tokens": tokens or 100 * length, "cpu_seconds": seconds, "seconds": 7 * seconds}
     first = {**record, "cpu_seconds": 50 * seconds, "seconds": 50 * seconds}  # compiles
@@ -160,26 +165,92 @@ def test_on_ranks_the_clock_counts(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("spoil", "words"),
+    ("file", "content", "words"),
     [
-        (lambda run: (run / "plan.json").unlink(), "has no plan.json"),
-        (lambda run: (run / "memory.json").write_text('{"phases": 3}'), "not what train writes about memory"),
-        (lambda run: (run / "metrics.jsonl").unlink(), "has no metrics.jsonl"),
-        (lambda run: (run / "plan.json").write_text("{"), "not valid JSON"),
-        (lambda run: (run / "plan.json").write_text('{"seconds": null}'), "has no seconds"),
-        (lambda run: (run / "plan.json").write_text('{"seconds": {}}'), "not a plan as train writes it"),
+        ("plan.json", None, "has no plan.json; give"),
+        ("plan.json", "{", "not valid JSON"),
+        ("plan.json", "[]", "plan.json: damaged: not a record; take the file"),
+        ("plan.json", "{}", "plan.json: damaged: version = None"),
         (
-            lambda run: _changed(run / "plan.json", threads=None),
-            "threads = None: must be what a run was made on",
+            "plan.json",
+            {"seconds": None},
+            r"has no seconds, so nothing to calibrate \(and it does not say why\); leave",
         ),
-        (lambda run: (run / "metrics.jsonl").write_text(""), "no step with cpu_seconds has the 1,600 tokens"),
+        ("plan.json", {"seconds": None, "problems": ["too long"]}, r"calibrate \(too long\); leave"),
+        ("plan.json", {"seconds": {}}, "seconds: not a list of terms with their seconds; take"),
+        ("plan.json", {"tokens_per_step": math.nan}, "tokens_per_step = nan: must be a number above 0; take"),
+        (
+            "plan.json",
+            {"tokens_per_step": 10**400},
+            "tokens_per_step = 1000.*: must be a number above 0; take",
+        ),
+        ("plan.json", {"threads": None}, "threads = None: must be what a run was made on; take"),
+        ("plan.json", Ellipsis, r"plan.json: cannot be read \(Is a directory\)"),
+        ("memory.json", "{}", "memory.json: damaged: version = None"),
+        ("memory.json", "[1]", "memory.json: damaged: not a record; take"),
+        ("memory.json", {"phases": 3}, "memory.json: damaged: it has no phases; take"),
+        (
+            "memory.json",
+            {"baseline": {"resident_bytes": 1, "counted_bytes": -5}},
+            "baseline has counted_bytes = -5: must",
+        ),
+        ("memory.json", Ellipsis, r"memory.json: cannot be read \(Is a directory\)"),
+        ("metrics.jsonl", None, "has no metrics.jsonl; give"),
+        ("metrics.jsonl", Ellipsis, r"metrics.jsonl: cannot be read \(Is a directory\); take"),
+        ("metrics.jsonl", "", "no step with cpu_seconds has the 1,600 tokens that were planned, .*; leave"),
+        ("metrics.jsonl", b'{"tokens": 1600}\n\xff\xfe\n', "not UTF-8 text at byte 17; take"),
+        (
+            "metrics.jsonl",
+            '{"tokens": 1600, "cpu_seconds": 1.0}\n{"tokens": 1600, "cpu_seconds": NaN}\n',
+            "line 2: cpu_seconds = nan: must be a number above 0; take",
+        ),
+        (
+            "metrics.jsonl",
+            '{"tokens": 1600, \n{"tokens": 1600, "cpu_seconds": 1.0}\n',
+            "line 1: not valid JSON",
+        ),
+        ("metrics.jsonl", "[1]\n", "line 1: not a record; take"),
     ],
 )
-def test_what_is_no_measured_run_is_refused(tmp_path, spoil, words):
+def test_what_is_no_measured_run_is_refused(tmp_path, file, content, words):
     runs = [_folder(tmp_path / str(length), length) for length in (4, 16, 48)]
-    spoil(runs[1])
-    with pytest.raises(UserError, match=words):
+    path = runs[1] / file
+    if isinstance(content, dict):
+        _changed(path, **content)
+    else:
+        path.unlink()
+    if content is Ellipsis:
+        path.mkdir()
+    elif isinstance(content, str | bytes):
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+    with pytest.raises(UserError, match=words) as refused:
         calibrate(runs)
+    assert "\n" not in str(refused.value) and ";" in str(refused.value)
+
+
+def test_a_factor_of_nothing_is_not_determined(tmp_path):
+    """Seconds fall as the second term grows, so that its factor ends at 0, where it would be less."""
+    steps = [(2.0 * n - 0.04 * n * n, n) for n in (1, 3, 9, 20, 30)]
+    found = fit([Measured(str(n), {"scores": 1.0 * n, "head": 0.5 * n * n}, taken) for taken, n in steps])
+    assert found.factors["head"] == 0
+    assert "head" not in found.determined
+    assert any(note.startswith("head: 0 x") and "0 is the least it may be" in note for note in found.notes)
+    file = _file(tmp_path / "f.json", factors={"head": 0, "scores": 2.0}, determined=["head", "scores"])
+    assert load_calibrated(file).determined == {"scores"}
+
+
+def test_settings_differ_by_the_names_of_their_terms():
+    """The same values, in another order and of other terms."""
+    one, other = {"a": 1.0, "b": 4.0}, {"b": 4.0, "a": 1.0}
+    with pytest.raises(UserError, match="3 runs of 1 settings"):
+        fit([Measured("x", one, 5.0), Measured("y", other, 5.0), Measured("z", one | {"c": 0.0}, 5.0)])
+    fit(
+        [
+            Measured("x", one, 5.0),
+            Measured("y", {"a": 4.0, "b": 1.0}, 5.0),
+            Measured("z", {"a": 1.0, "c": 4.0}, 5.0),
+        ]
+    )
 
 
 def test_runs_of_two_devices_are_calibrated_apart(tmp_path):
@@ -262,9 +333,10 @@ def test_only_what_the_runs_determined_on_as_many_ranks_is_measured():
 
     alone = evidence(ON_CPU)
     assert alone["scores"] == f"measured: 3 x the estimate, calibrated on {ORIGIN}"
-    assert alone["head"].startswith("estimated: 2 x the estimate") and "did not determine" in alone["head"]
     plain = {term.name: term.evidence for term in plan_seconds(ON_CPU, find_device("CPU")).terms}
     assert alone["experts"] == plain["experts"]
+    scaled = f"scaled by 2 (runs on {ORIGIN}, which do not determine this term alone)"
+    assert plain["head"].startswith("measured: one core") and alone["head"] == f"{plain['head']}; {scaled}"
     for other in (with_ranks(ON_CPU, context=2), replace(ON_CPU, threads=2)):
         assert evidence(other)["scores"] == f"estimated: 3 x the estimate, calibrated on {ORIGIN}"
 

@@ -20,7 +20,7 @@ from longstrand.model.shards import Shards
 from longstrand.ops.native import use_native
 from longstrand.parallel import make_mesh, run_ranks
 from longstrand.plan.job import Job
-from longstrand.plan.links import exchange_work, offload_work
+from longstrand.plan.links import exchange_work, latents_received, offload_work
 from longstrand.plan.operations import product_work
 from longstrand.plan.passes import Passes
 from longstrand.train.optimizer import Optimizer, freeze_all_but, trained_names
@@ -177,6 +177,19 @@ def test_a_step_exchanges_and_computes_what_is_planned(memory, axes):
     assert planned["gradients reduced"] == pytest.approx(mean["gradients"], rel=1e-3)
     computed = sum(work.amount for work in product_work(Passes(job)))
     assert computed == pytest.approx(mean["operations"], rel=0.006)
+
+
+def test_segments_that_end_within_a_pool_send_whole_ones():
+    """1,009 tokens, 253 pools of 4: measured are 127 of each rank; planned 4 segments as long as the longest, 256."""
+    job = _job("D", 1009, {"tile": 128}, {"context": 2})
+    assert job.shape.index_kpool == 4
+    ranks = _of_ranks(job)
+    (work,) = (each for each in exchange_work(Passes(job)) if each.name == "DSA latents")
+    pool = (4 * 24 * 3 + job.shape.index_head_dim * 2) * 4
+    for rank in ranks:
+        assert sum(rank[f"DSA {what}"] for what in ("latents", "pool keys", "latent gradients")) == 127 * pool
+    assert work.amount == 128 * pool
+    assert work.amount == sum(latents_received(job).values())
 
 
 def test_the_root_is_gathered_once_more_where_experts_are_counted_first():

@@ -12,7 +12,7 @@ from longstrand.architecture import Architecture
 from longstrand.bench._small_models import architecture
 from longstrand.bench._steps import random_pack
 from longstrand.config import MemorySection, ParallelSection
-from longstrand.memory import Levers
+from longstrand.memory import Levers, SideLosses
 from longstrand.model import load_model
 from longstrand.ops.kda.chunked import CHUNK as OPS_CHUNK
 from longstrand.ops.native import use_native
@@ -52,14 +52,16 @@ def _amounts(job):
     return {work.name: work.amount for work in product_work(Passes(job))}
 
 
-def _counted(shape, tokens, trained, levers):
+def _counted(shape, tokens, trained, levers, side=None):
     """Operations of forward and backward of our model in plain torch, as torch counts them."""
     use_native("portable")
     model = load_model(shape, torch.float32, seed=0)
-    groups = [group for group in model.groups() if group != "indexer" and trained in ("all", group)]
+    groups = [
+        group for group in model.groups() if trained == group or (trained == "all" and group != "indexer")
+    ]
     freeze_all_but(model, [name for group in groups for name in model.groups()[group]])
     with FlopCounterMode(display=False) as counter:
-        (-model.token_logprobs(random_pack(tokens, 150), levers=levers).sum()).backward()
+        (-model.token_logprobs(random_pack(tokens, 150), levers=levers, side=side).sum()).backward()
     return counter.get_total_flops()
 
 
@@ -172,6 +174,21 @@ def test_warming_up_an_indexer_attends_to_every_token():
     assert _amounts(warm)["experts"] == pytest.approx(_amounts(plain)["experts"] / 4)
 
 
+def test_in_a_warm_up_the_head_goes_forward_only():
+    """Of two vocabularies, so that torch counts the head alone."""
+    found = []
+    for vocabulary in (150, 450):
+        shape = dataclasses.replace(architecture("KD"), **WIDE_ENOUGH | {"vocab_size": vocabulary})
+        side = SideLosses(indexer="warmup", indexer_scale=1.0)
+        counted = _counted(shape, 131, "indexer", Levers(tile=32), side)
+        job = Job(shape, 131, dtype="float32", indexer="warmup", memory=MemorySection(tile=32))
+        logits = next(work.amount for work in memory_work(Passes(job)) if work.name == "elementwise")
+        found.append((counted, sum(_amounts(job).values()), logits))
+    counted, planned, logits = (more - less for less, more in zip(*found, strict=True))
+    assert counted == planned == 2 * 96 * 300 * 131
+    assert logits == pytest.approx(3 * 300 * 4 * 131)  # one pass over the logits
+
+
 def test_bytes_of_an_odd_layer_by_hand():
     """Width 10, 3 streams, 3 heads of 8, dense 7, in bfloat16."""
     shape = dataclasses.replace(
@@ -206,12 +223,13 @@ def test_a_sequence_of_an_odd_length_has_its_last_tile():
 def test_the_optimizer_passes_over_what_this_rank_trains():
     job = Job(architecture("KD"), 64, dtype="float32", trainable=("head",), parallel=ParallelSection(data=2))
     (work,) = (w for w in memory_work(Passes(job)) if w.name == "optimizer")
-    shape = job.shape
-    assert work.amount == shape.vocab_size * shape.hidden_size / 2 * 10 * 4
+    assert job.shape.vocab_size == 19  # the first of two ranks has ten rows
+    own = 10 * job.shape.hidden_size
+    assert work.amount == own * 10 * 4
     host = dataclasses.replace(job, memory=MemorySection(optimizer="host"))
     copies = host_optimizer_work(Passes(host))
     assert copies is not None
-    assert copies.amount == shape.vocab_size * shape.hidden_size / 2 * 8
+    assert copies.amount == own * 8
     assert {w.rate for w in memory_work(Passes(host)) if w.name == "optimizer"} == {"host memory"}
 
 

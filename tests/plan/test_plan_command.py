@@ -551,8 +551,12 @@ def test_factors_of_finished_runs_change_the_seconds(call, tmp_path):
     assert called.err == "" and after["calibrated"]["fitted_on"] == origin
     assert after["calibrated"]["file"] == "mine.json"
     assert after["seconds"]["total"] == pytest.approx(2 * before["total"], rel=0.01)
-    measured = {term["name"] for term in after["seconds"]["terms"] if term["evidence"].startswith("measured")}
+    evidence = {term["name"]: term["evidence"] for term in after["seconds"]["terms"]}
+    measured = {name for name, text in evidence.items() if text.startswith("measured: 2 x the estimate")}
     assert measured == {"scores", "experts"}
+    for term in before["terms"]:  # as well known as without a calibration
+        kept = evidence[term["name"]].startswith(term["evidence"] + "; scaled by 2 (")
+        assert kept == (term["name"] not in measured)
     table = " ".join(call(*asked).out.split())
     assert "calibrated by mine.json, fitted on CPU, portable ops, float32, 1 rank of 1 thread" in table
     elsewhere = call(*asked, "--set", "run.threads=2", "--json")
@@ -570,11 +574,12 @@ def test_a_calibration_is_printed_as_json_too(call, tmp_path):
         run = tmp_path / str(length)
         run.mkdir()
         terms = [
-            {"name": "projections", "seconds": 1.0 * length},
-            {"name": "scores", "seconds": 0.05 * length**2},
+            {"name": "projections", "seconds": 1.0 * length, "why": "", "evidence": ""},
+            {"name": "scores", "seconds": 0.05 * length**2, "why": "", "evidence": ""},
         ]
         plan = {"device": "CPU", "device_kind": "cpu", "form": "native", "dtype": "float32", "ranks": 1}
         plan |= {"threads": 1, "tokens_per_step": 100 * length, "seconds": {"terms": terms}, "memory": None}
+        plan |= {"version": 1, "problems": []}
         (run / "plan.json").write_text(json.dumps(plan))
         taken = {"tokens": 100 * length, "cpu_seconds": 2.0 * length + 0.1 * length**2}
         (run / "metrics.jsonl").write_text(json.dumps(taken) + "\n")

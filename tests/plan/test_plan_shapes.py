@@ -45,6 +45,12 @@ def test_a_config_and_a_folder_are_read(tmp_path):
         ("4-layers", "did you mean glm-5.3-flash-4-layers"),
         ("qwen", "Built in are glm-5.3-flash, toy, wide"),
         ("empty", "a folder without config.json"),
+        (
+            "nothing.json",
+            "nothing.json: says no hidden_size and no num_hidden_layers, so not what model it is; give a model's",
+        ),
+        ("half.json", "half.json: says no hidden_size, so not what"),
+        ("bare.json", "bare.json: says no hidden_size and no num_hidden_layers"),
         ("broken.json", "not valid JSON"),
         ("list.json", "holds no object"),
         ("other.json", "model_type = 'llama' is not supported"),
@@ -56,6 +62,9 @@ def test_what_is_no_shape_is_refused_in_one_line(name, says, tmp_path, monkeypat
     (tmp_path / "empty").mkdir()
     (tmp_path / "broken.json").write_text("{")
     (tmp_path / "list.json").write_text("[]")
+    (tmp_path / "nothing.json").write_text("{}")
+    (tmp_path / "half.json").write_text('{"model_type": "glm5_next_text", "num_hidden_layers": 4}')
+    (tmp_path / "bare.json").write_text('{"text_config": {}}')
     (tmp_path / "other.json").write_text('{"model_type": "llama"}')
     with pytest.raises(UserError) as refused:
         find_shape(name)

@@ -66,8 +66,21 @@ def test_every_term_says_what_it_rests_on():
     assert "because" in _by_name(job, B200)["projections"].evidence
     toy = Job(TOY, 2**14, dtype="float32", form="native")
     assert _by_name(toy, CPU)["projections"].evidence.startswith("measured: one core")
-    half = dataclasses.replace(toy, dtype="float64", form="portable")
-    assert _by_name(half, CPU)["projections"].evidence.startswith("estimated: the part that float32 reaches")
+    for form in ("portable", "native"):  # no kernel takes float64
+        double = dataclasses.replace(toy, dtype="float64", form=form)
+        evidence = {name: term.evidence for name, term in _by_name(double, CPU).items()}
+        assert evidence["projections"].startswith("estimated: the part that float32 reaches")
+        assert "plain torch" in evidence["scores"] and not evidence["scores"].startswith("measured")
+    half = dataclasses.replace(toy, dtype="bfloat16")
+    assert "bfloat16" in _by_name(half, CPU)["projections"].evidence
+    assert _by_name(half, CPU)["scores"].evidence.startswith("estimated: the part that float32 reaches")
+
+
+def test_what_a_disk_leaves_over_beside_work_is_an_estimate():
+    quick = CPU.model_copy(update={"float32_tflops": 1e3, "memory_gb_per_second": 1e6})
+    job = Job(TOY, 2**16, dtype="float32", form="native", memory=MemorySection(offload="disk"))
+    left = _by_name(job, quick)["offload to disk"]
+    assert left.evidence.startswith("estimated: ") and "0.5 to 0.9 GB/s" in left.evidence
 
 
 def test_every_table_has_every_kind_of_work():
@@ -81,7 +94,7 @@ def test_factors_of_a_calibration_multiply_their_terms():
     job = Job(GLM, 2**18, parallel=SPREAD)
     plain, fitted = _by_name(job, B200), _by_name(job, B200, {"scores": 0.5, "no such term": 9.0})
     assert fitted["scores"].seconds == pytest.approx(plain["scores"].seconds / 2)
-    assert fitted["scores"].evidence == "measured: 0.5 x the estimate, as calibrated"
+    assert fitted["scores"].evidence == plain["scores"].evidence
     assert fitted["experts"] == plain["experts"]
 
 

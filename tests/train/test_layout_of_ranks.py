@@ -1,6 +1,7 @@
 """The layout of a recipe on its ranks, against plain arithmetic and against what ranks really hold and receive."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,6 +16,9 @@ from longstrand.memory.shared_walk import SharedWalk
 from longstrand.model.parallelize import parallelize
 from longstrand.parallel import local_part, make_mesh, run_ranks
 from longstrand.plan.job import Job
+from longstrand.plan.links import host_optimizer_work
+from longstrand.plan.operations import memory_work
+from longstrand.plan.passes import Passes
 from longstrand.plan.sizes import Sizes
 from longstrand.train.layout import layout_of
 from longstrand.train.planning import job_of
@@ -103,6 +107,18 @@ def test_bytes_are_those_of_plain_arithmetic(layout):
     assert received["KDA: summaries and states", "forward"] == 24 * 2**20 * 63 // 64
     assert received["DSA: latents and pool keys", "forward"] == LENGTH * (1024 + 64) * 63 // 64
     assert received["MoE: tokens", "forward"] == OWN * 8 * 31 // 32 * D * 2 * 2
+
+
+def test_an_optimizer_step_passes_over_what_the_cut_model_really_trains(layout):
+    """In bfloat16, float32 weights are whole on each rank: on 64 ranks that is a tenth more than an even share."""
+    job = job_of(load_recipe(NAME), shape_of(load_recipe(NAME)), torch.device("cuda"))
+    found = next(work for work in memory_work(Passes(job)) if work.name == "optimizer")
+    assert found.amount == layout.own_trained * (10 * 4 + 2)
+    assert layout.own_trained > 1.05 * layout.num_trained / RANKS
+    copies = host_optimizer_work(
+        Passes(replace(job, memory=job.memory.model_copy(update={"optimizer": "host"})))
+    )
+    assert copies is not None and copies.amount == layout.own_trained * (4 + 2)
 
 
 def test_levers_move_or_shrink_what_they_say():

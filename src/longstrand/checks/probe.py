@@ -186,8 +186,11 @@ def _expert_ranks(recipe: Recipe, shape: Architecture, asked: Asked) -> int:
         )
     receive = recipe.parallel.receive_rows(recipe.memory.tile)
     if receive < ranks:
+        default = f" (it is not set, and 4 x memory.tile = {recipe.memory.tile})"
         raise UserError(
-            f"parallel.receive = {receive}: must be at least the {ranks} expert ranks, a row from each; raise it"
+            f"{setting}: each of them sends a row at least, and parallel.receive = {receive}"
+            f"{default if recipe.parallel.receive is None else ''} takes fewer at once; raise it to {ranks} or more, "
+            "or take fewer ranks"
         )
     return ranks
 

@@ -149,7 +149,8 @@ def _skew(skew: Mapping[str, Any]) -> Iterator[str]:
     yield (
         f"data_skew = {value} with {ranks} expert ranks (random tokens: {random}; at most {most} with any number): "
         f"of a tile, the busiest rank receives {value} times the mean. "
-        f"Plan with it: longstrand plan RECIPE --data-skew {skew['data_skew']:.2f}"
+        f"Plan as many ranks with it: longstrand plan RECIPE --data-skew {skew['data_skew']:.2f}; of a multiple of "
+        f"{ranks} it can only be larger, so probe that with --expert-ranks."
     )
     counted = (
         f"{rounds['real']['median']:g} in the median and {rounds['real']['most']} at most on real tokens, "

@@ -125,10 +125,11 @@ def _show_calibrated(plan: Plan, console: Console) -> None:
         return
     text = Text(f"seconds: calibrated by {fitted.file}, fitted on {fitted.origin}")
     console.print(Padding(text, (0, 0, 0, 2)))
-    kept = [term.name for term in plan.seconds.terms if term.evidence.startswith("estimated")]
-    why = "of other ranks or threads" if fitted.is_elsewhere(plan.job) else "not determined by its runs"
+    elsewhere, names = fitted.is_elsewhere(plan.job), [term.name for term in plan.seconds.terms]
+    kept = names if elsewhere else [name for name in names if name not in fitted.determined]
+    why = "of other ranks or threads, so still estimates" if elsewhere else "not determined by its runs alone"
     if kept:
-        text = Text(f"seconds: {why}, so still estimates: {', '.join(kept)}", "dim")
+        text = Text(f"seconds: {why}: {', '.join(kept)}", "dim")
         console.print(Padding(text, (0, 0, 0, 2)))
 
 

@@ -64,4 +64,4 @@ def _architecture(config: str | Path | dict[str, Any] | Architecture) -> Archite
         raise UserError(
             f"model {path}: no such folder or config file; give a Hugging Face folder or a config.json"
         )
-    return Architecture.from_hf(read_json(path), where=str(path))
+    return Architecture.from_file(read_json(path), where=str(path))

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ import numpy as np
 from longstrand.atomic import write_atomic
 from longstrand.errors import UserError
 from longstrand.plan.calibrated import LARGEST, VERSION, Origin, is_number, read_json, read_origin
+from longstrand.plan.plan_files import flaw_of_memory, flaw_of_plan
 
 NOISE = 0.03
 """Relative spread of a run's median step: two runs of the same settings differ by about that."""
@@ -36,6 +37,8 @@ SMALL = 0.01
 
 FEWEST = 3
 """Runs of different settings."""
+
+_REMEDY = "take the file as train wrote it, or leave this run out"
 
 
 @dataclass(frozen=True)
@@ -79,7 +82,7 @@ class Calibration:
 
     Attributes:
         factors: of the terms, by name, for `plan_seconds(..., fitted=...)`.
-        determined: the terms whose factor the runs determine; the others have the scale of all.
+        determined: the terms whose factor the runs determine, and find above 0; the others stay near the scale of all.
         rows: of the runs.
         notes: what was determined and what was not, in words.
         origin: what the runs were made on; None: not said.
@@ -141,7 +144,8 @@ def fit(measured: Sequence[Measured]) -> Calibration:
         UserError: fewer than `FEWEST` runs have settings of their own.
     """
     distinct = {
-        tuple(round(math.log(max(value, 1e-12)), 1) for value in run.terms.values()) for run in measured
+        frozenset((name, round(math.log(value), 1)) for name, value in run.terms.items() if value > 0)
+        for run in measured
     }
     if len(distinct) < FEWEST:
         raise UserError(
@@ -199,11 +203,13 @@ def _factors(measured: Sequence[Measured]) -> tuple[dict[str, float], list[str],
     known = np.sqrt(np.linalg.inv(stacked.T @ stacked).diagonal())  # of each g, one standard deviation
     factors = {names[place]: scale * float(g) for place, g in zip(told, moved, strict=True)}
     notes = [f"all terms together: {scale:.3g} x the estimate"]
-    determined = [names[place] for place, sure in zip(told, known, strict=True) if sure < SPREAD / 2]
+    sure_of = zip(told, moved, known, strict=True)  # at g = 0 the bound was found, and no value
+    determined = [names[place] for place, g, sure in sure_of if g > 0 and sure < SPREAD / 2]
     for place, sure in zip(told, known, strict=True):
         name = names[place]
         fitted = f"{name}: {factors[name]:.3g} x the estimate, +- {scale * sure:.2g}"
-        notes.append(fitted if name in determined else f"{fitted}: not determined by these runs alone")
+        alone = "not determined by these runs alone" + ", 0 is the least it may be" * (not factors[name])
+        notes.append(fitted if name in determined else f"{fitted}: {alone}")
     small = [name for place, name in enumerate(names) if place not in told]
     if small:
         notes.append(f"{', '.join(small)}: less than {SMALL:.0%} of every step; kept as estimated")
@@ -226,22 +232,30 @@ def _summary(rows: Sequence[Row]) -> str:
 def _read_run(run: Path) -> tuple[Origin, Measured]:
     """What a run's plan says of it, and the median of its steps but the first, which compiles and fills caches."""
     for name in ("plan.json", "metrics.jsonl"):
-        if not (run / name).is_file():
+        if not (run / name).exists():
             raise UserError(f"{run}: has no {name}; give the folder of a run that this version has trained")
-    plan = read_json(run / "plan.json")
-    seconds = plan.get("seconds") if isinstance(plan, dict) else None
-    if not isinstance(seconds, dict):
-        raise UserError(f"{run / 'plan.json'}: has no seconds, so nothing to calibrate; its problems say why")
-    try:
-        terms = {str(term["name"]): float(term["seconds"]) for term in seconds["terms"]}
-        tokens, planned = int(plan["tokens_per_step"]), _planned_bytes(plan)
-    except (KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{run / 'plan.json'}: not a plan as train writes it ({error})") from error
-    origin = read_origin(plan, run / "plan.json")
+    file = run / "plan.json"
+    plan = _read_checked(file, flaw_of_plan)
+    if plan.get("seconds") is None:
+        why = "; ".join(map(str, plan["problems"])) or "and it does not say why"
+        raise UserError(f"{file}: has no seconds, so nothing to calibrate ({why}); leave this run out")
+    tokens: Any = plan.get("tokens_per_step")
+    if not is_number(tokens) or tokens <= 0:
+        raise UserError(f"{file}: tokens_per_step = {tokens!r}: must be a number above 0; {_REMEDY}")
+    terms = {term["name"]: float(term["seconds"]) for term in plan["seconds"]["terms"]}
+    origin = read_origin(plan, file)
     alone = origin.device_kind == "cpu" and origin.ranks == origin.threads == 1
     taken = _steps(run / "metrics.jsonl", tokens, "cpu_seconds" if alone else "seconds")
     median = statistics.median(taken[1:] or taken)
-    return origin, Measured(str(run), terms, median, planned, _counted_bytes(run / "memory.json"))
+    counted = _counted_bytes(run / "memory.json")
+    return origin, Measured(str(run), terms, median, _planned_bytes(plan), counted)
+
+
+def _read_checked(path: Path, flaw_of: Callable[[Any], str | None]) -> dict[str, Any]:
+    found = read_json(path)
+    if flaw := flaw_of(found):
+        raise UserError(f"{path}: damaged: {flaw}; {_REMEDY}")
+    return dict(found)
 
 
 def _planned_bytes(plan: Mapping[str, Any]) -> int | None:
@@ -249,41 +263,62 @@ def _planned_bytes(plan: Mapping[str, Any]) -> int | None:
     memory = plan.get("memory")
     if memory is None:
         return None
-    return max(sum(int(term["num_bytes"]) for term in terms) for terms in memory["phases"].values())
+    return max(
+        (sum(int(term["num_bytes"]) for term in terms) for terms in memory["phases"].values()), default=None
+    )
 
 
 def _counted_bytes(path: Path) -> int | None:
     """The most living tensors of a step, over those of the process before; None where they were not counted."""
-    if not path.is_file():
+    if not path.exists():
         return None
-    found = read_json(path)
-    try:
-        base = found["baseline"]["counted_bytes"]
-        phases = (found["phases"].get(name) for name in ("start", "forward", "backward", "optimizer"))
-        counted = [phase["counted_bytes"] for phase in phases if phase is not None]
-        return None if base is None or not counted or None in counted else int(max(counted)) - int(base)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise UserError(
-            f"{path}: not what train writes about memory ({error}); the file is damaged"
-        ) from error
-
-
-def _steps(path: Path, tokens: int, key: str) -> list[float]:
-    """Seconds of the steps that were as long as planned."""
-    records = []
-    for line in path.read_text("utf-8").splitlines():
-        try:
-            records.append(json.loads(line))
-        except ValueError:
-            continue  # the last line of a run that was killed
-    whole = [
-        r
-        for r in records
-        if isinstance(r, dict) and all(is_number(r.get(name)) and r[name] > 0 for name in (key, "tokens"))
+    found = _read_checked(path, flaw_of_memory)
+    base, phases = found["baseline"].get("counted_bytes"), found["phases"]
+    counted = [
+        phases[name].get("counted_bytes")
+        for name in ("start", "forward", "backward", "optimizer")
+        if name in phases
     ]
-    found = [float(r[key]) for r in whole if abs(r["tokens"] / tokens - 1) < 0.05]
+    return None if base is None or not counted or None in counted else int(max(counted)) - int(base)
+
+
+def _steps(path: Path, tokens: float, key: str) -> list[float]:
+    """Seconds of the steps that were as long as planned."""
+    found = []
+    for number, record in _records(path):
+        if record.get(key) is None or record.get("tokens") is None:
+            continue
+        for name in (key, "tokens"):
+            if not is_number(record[name]) or record[name] <= 0:
+                raise UserError(
+                    f"{path}, line {number}: {name} = {record[name]!r}: must be a number above 0; {_REMEDY}"
+                )
+        if abs(record["tokens"] / tokens - 1) < 0.05:
+            found.append(float(record[key]))
     if not found:
         raise UserError(
-            f"{path}: no step with {key} has the {tokens:,} tokens that were planned; it cannot be compared"
+            f"{path}: no step with {key} has the {tokens:,} tokens that were planned, so none can be compared; leave "
+            "this run out"
         )
     return found
+
+
+def _records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Lines of a metrics.jsonl by number, but an incomplete last one, of a run that was killed."""
+    try:
+        lines = path.read_bytes().decode("utf-8").split("\n")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not UTF-8 text at byte {error.start}; {_REMEDY}") from error
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); {_REMEDY}") from error
+    for number, line in enumerate(lines, start=1):
+        try:
+            record = json.loads(line) if line.strip() else {}
+        except (ValueError, RecursionError) as error:
+            if number == len(lines):
+                return
+            why = str(error).splitlines()[0]
+            raise UserError(f"{path}, line {number}: not valid JSON ({why}); {_REMEDY}") from error
+        if not isinstance(record, dict):
+            raise UserError(f"{path}, line {number}: not a record; {_REMEDY}")
+        yield number, record

@@ -13,7 +13,7 @@ from longstrand.errors import UserError
 from longstrand.plan.devices import Device
 from longstrand.plan.job import Job
 from longstrand.plan.seconds import Seconds, TimeTerm
-from longstrand.wording import count
+from longstrand.wording import count, three_digits
 
 VERSION = 2
 
@@ -69,7 +69,8 @@ class Calibrated:
         file: where they were read.
         origin: of the runs.
         factors: by name of a term, at least 0.
-        determined: the terms that the runs determined; the other factors are the scale of all terms.
+        determined: the terms that the runs determined, none of them with a factor of 0; the other factors are
+            near the scale of all terms.
     """
 
     file: str
@@ -103,9 +104,11 @@ class Calibrated:
         def known(term: TimeTerm) -> TimeTerm:
             if term.name not in factors:
                 return term
-            text = f"{factors[term.name]:.3g} x the estimate, calibrated on {self.origin}"
-            if term.name not in self.determined:
-                return replace(term, evidence=f"estimated: {text}, whose runs did not determine this term")
+            factor = three_digits(factors[term.name])
+            text = f"{factor} x the estimate, calibrated on {self.origin}"
+            if term.name not in self.determined and not elsewhere:  # its estimate is as good as it was
+                scaled = f"scaled by {factor} (runs on {self.origin}, which do not determine this term alone)"
+                return replace(term, evidence=f"{term.evidence}; {scaled}")
             return replace(term, evidence=f"{'estimated' if elsewhere else 'measured'}: {text}")
 
         return Seconds(tuple(known(term) for term in seconds.terms))
@@ -146,7 +149,7 @@ def load_calibrated(path: Path) -> Calibrated:
                 f"{path}: the factor of {name!r} is {factor!r}: must be a number from 0 to {LARGEST:,.0f}; {_REMEDY}"
             )
     pairs = tuple((name, float(factor)) for name, factor in factors.items())
-    known = frozenset(str(name) for name in determined)
+    known = frozenset(str(name) for name in determined if factors.get(str(name), 0) > 0)
     return Calibrated(str(path), read_origin(found.get("fitted_on"), path), pairs, known)
 
 
@@ -181,12 +184,16 @@ def read_json(path: Path) -> Any:
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); check the path") from error
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}: not valid JSON ({str(error).splitlines()[0]})") from error
+        raise UserError(
+            f"{path}: not valid JSON ({str(error).splitlines()[0]}); take the file as it was written"
+        ) from error
 
 
 def is_number(value: Any) -> bool:
-    """Whether it is a finite number; JSON reads NaN, and true is none."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    """Whether it is a finite number, and a whole one within 64 bits; JSON reads NaN, and true is none."""
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63
 
 
 def _several(number: int, noun: str) -> str:

@@ -12,7 +12,7 @@ from longstrand.errors import UserError
 from longstrand.plan.devices import GIB
 from longstrand.plan.job import Job
 from longstrand.plan.room import Room, file_terms, host_terms, memory_of
-from longstrand.plan.streams import first_trained_layer, streams_at_once
+from longstrand.plan.sizes import Sizes
 from longstrand.plan.terms import Term, total
 from longstrand.plan.walk import INPUTS, MEAN
 
@@ -127,8 +127,7 @@ def pinned_by(job: Job) -> Pinned | None:
         return None
     slots = {term.name: term.num_bytes for term in memory_of(job).elsewhere if term.place == "host"}
     inputs, mean = slots[INPUTS], slots[MEAN]
-    at_once = streams_at_once(job.shape.num_hidden_layers, first_trained_layer(job), job.memory.keep_every)
-    streams = at_once + (job.parallel.context > 1)  # the middle of a layer's way back
+    streams = Sizes(job).num_streams
     rounded = streams * power_of_two(-(-inputs // streams)) + power_of_two(mean)
     return Pinned(inputs + mean, rounded, streams)
 

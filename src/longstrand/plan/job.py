@@ -12,6 +12,7 @@ from longstrand.architecture import Architecture
 from longstrand.config import MemorySection, ParallelSection, Recipe
 from longstrand.errors import UserError
 from longstrand.plan.parameters import Shape, group_of, keeps_float32, parameter_shapes
+from longstrand.plan.terms import Kind
 
 Dtype = Literal["float32", "bfloat16", "float64"]
 Form = Literal["native", "portable"]
@@ -48,7 +49,7 @@ class Job:
     form: Form = "portable"
     data_skew: float = 1.0
     threads: int = 1
-    kind: Literal["cpu", "gpu"] = "cpu"
+    kind: Kind = "cpu"
 
     def __post_init__(self) -> None:
         most, shape = most_skewed(self.shape), self.shape
@@ -70,7 +71,7 @@ class Job:
         shape: Architecture,
         form: Form,
         data_skew: float = 1.0,
-        kind: Literal["cpu", "gpu"] = "cpu",
+        kind: Kind = "cpu",
         started_threads: int | None = None,
     ) -> Job:
         """A recipe's run of a model with this shape.

@@ -7,6 +7,8 @@ from longstrand.plan.exchanges import Received, dsa_received, kda_received, moe_
 from longstrand.plan.job import Job, Weight
 from longstrand.plan.operations import Work
 from longstrand.plan.passes import LayerPasses, Passes
+from longstrand.plan.rows import rows_of
+from longstrand.plan.sizes import Sizes
 from longstrand.wording import three_digits
 
 
@@ -16,14 +18,15 @@ def exchange_work(passes: Passes) -> list[Work]:
     if job.world == 1:
         return []
     totals = {"summaries": 0.0, "latents": 0.0, "tokens": 0.0}
+    summaries, latents, tokens = summaries_received(job), latents_received(job), tokens_received(job)
     for layer, kind in enumerate(job.shape.layer_types):
         times = passes.of(layer)
         if context > 1 and kind == KDA:
-            totals["summaries"] += _moved(_summaries(passes), times)
+            totals["summaries"] += _moved(summaries, times)
         if context > 1 and kind == DSA:
-            totals["latents"] += _moved(_latents(job), times)
+            totals["latents"] += _moved(latents, times)
         if expert > 1 and job.shape.mlp_layer_types[layer] == "sparse":
-            totals["tokens"] += _moved(_tokens(passes), times) * job.skew
+            totals["tokens"] += _moved(tokens, times) * job.skew
     n = job.passes
     why = (
         f"the busiest rank: {three_digits(job.skew)} x the mean"
@@ -40,6 +43,33 @@ def exchange_work(passes: Passes) -> list[Work]:
         Work("gradients reduced", _gradients(passes), "link", "once per sequence", job.world),
     ]
     return [work for work in found if work.amount]
+
+
+def summaries_received(job: Job) -> Received:
+    """Of one KDA layer, in one pass of a sequence."""
+    return kda_received(job.shape, job.segments, job.parallel.context, job.itemsize, job.wide)
+
+
+def latents_received(job: Job) -> Received:
+    """Of one DSA layer: each segment ends in a pool of its own, and ranks send as many rows as the longest has."""
+    pools, shape = Sizes(job).pools(), job.shape
+    return dsa_received(
+        pools * shape.index_kpool * shape.kv_lora_rank,
+        pools * shape.index_head_dim,
+        job.parallel.context,
+        job.itemsize,
+        job.wide,
+        indexer_learns=job.indexer != "frozen",
+        latents_learn=job.indexer != "warmup",
+        recompute=job.memory.recompute,
+    )
+
+
+def tokens_received(job: Job) -> Received:
+    """Of one MoE layer, on the rank with most tokens."""
+    return moe_received(
+        job.shape, Sizes(job).tokens, job.parallel.expert, job.itemsize, recompute=job.memory.recompute
+    )
 
 
 def offload_work(passes: Passes) -> Work | None:
@@ -115,37 +145,8 @@ def host_optimizer_work(passes: Passes) -> Work | None:
     job = passes.job
     if job.memory.optimizer != "host":
         return None
-    amount = passes.own_trained * (job.wide + job.itemsize)
+    amount = rows_of(job).own_trained * (job.wide + job.itemsize)
     return Work("optimizer's copies", amount, "host link", "gradients there, weights back")
-
-
-def _summaries(passes: Passes) -> Received:
-    job = passes.job
-    return kda_received(job.shape, job.segments, job.parallel.context, job.itemsize, job.wide)
-
-
-def _latents(job: Job) -> Received:
-    pools = -(-job.length // job.shape.index_kpool)
-    latents = pools * job.shape.index_kpool * job.shape.kv_lora_rank
-    keys, learns = pools * job.shape.index_head_dim, job.indexer != "frozen"
-    context = job.parallel.context
-    return dsa_received(
-        latents,
-        keys,
-        context,
-        job.itemsize,
-        job.wide,
-        indexer_learns=learns,
-        latents_learn=job.indexer != "warmup",
-        recompute=job.memory.recompute,
-    )
-
-
-def _tokens(passes: Passes) -> Received:
-    job = passes.job
-    return moe_received(
-        job.shape, int(passes.tokens), job.parallel.expert, job.itemsize, recompute=job.memory.recompute
-    )
 
 
 def _moved(received: Received, times: LayerPasses) -> float:

@@ -92,6 +92,7 @@ def _why(sizes: Sizes) -> dict[str, str]:
     job, shape = sizes.job, sizes.shape
     row = f"{shape.hc_mult} x {shape.hidden_size} x {sizes.e} B"
     tokens = f"{sizes.tokens:,} tokens"
+    several = f"{job.sequences_per_step:,} sequences of " if job.sequences_per_step > 1 else ""
     every = f"all {job.length:,} tokens" if sizes.shared else tokens
     return {
         walk.WEIGHTS: f"this rank's rows, {job.dtype}" if job.world > 1 else job.dtype,
@@ -106,7 +107,7 @@ def _why(sizes: Sizes) -> dict[str, str]:
         walk.D_BUFFERS: f"{every}, float32 or wider",
         walk.GRAPHS: "recompute = false",
         walk.TILE: f"{sizes.tile:,} tokens of one layer",
-        walk.PACK: f"{job.length:,} tokens: ids, targets, weights, log-probabilities",
+        walk.PACK: f"{several}{job.length:,} tokens: ids, targets, weights, log-probabilities",
         walk.POOL_ROWS: "8 B per pool of the sequence",
         walk.MAPS: "states between segments, all KDA layers",
         walk.MIDDLE: f"{tokens}, gradients of one layer",

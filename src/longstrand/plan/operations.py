@@ -22,6 +22,7 @@ from longstrand.plan.products import (
     mean_attended,
     mhc_terms,
 )
+from longstrand.plan.rows import rows_of
 from longstrand.wording import operations
 
 CHUNK = 16
@@ -67,7 +68,7 @@ def product_work(passes: Passes) -> list[Work]:
             totals[term.kind] = totals.get(term.kind, 0.0) + term.forward * times
         totals["experts"] += _of_spread_experts(passes, layer)
     head = 2.0 * job.shape.hidden_size * job.shape.vocab_size
-    trains = passes.first < job.shape.num_hidden_layers or "head" in passes.trained_groups
+    trains = _head_goes_back(passes)
     # On the way back a tile's log-probabilities are computed again, and inside them each block of logits.
     totals["head"] = head * (1 + passes.whole + trains * (3 + ("head" in passes.trained_groups)))
     tokens = passes.tokens * job.passes
@@ -132,7 +133,7 @@ def memory_work(passes: Passes) -> list[Work]:
         elementwise += _hidden_of_spread_experts(passes, layer)
         if shape.layer_types[layer] == DSA:
             gathers += _gathered(job) * (times.forward + 2 * times.back)
-    logits = 3.0 * shape.vocab_size * w * (1 + passes.whole + 2 * bool(passes.trained_groups))
+    logits = 3.0 * shape.vocab_size * w * (1 + passes.whole + 2 * _head_goes_back(passes))
     found = [
         Work(
             "elementwise",
@@ -152,6 +153,11 @@ def memory_work(passes: Passes) -> list[Work]:
         *found,
         Work("optimizer", _optimizer_bytes(passes), "host memory" if _on_host(job) else "optimizer", "AdamW"),
     ]
+
+
+def _head_goes_back(passes: Passes) -> bool:
+    """Whether gradients go through the head: in a warm-up of indexers none does."""
+    return passes.job.indexer != "warmup" and bool(passes.trained_groups)
 
 
 def _of_spread_experts(passes: Passes, layer: int) -> float:
@@ -270,7 +276,7 @@ def _optimizer_bytes(passes: Passes) -> float:
     """Gradients read for the norm, scaled, read; two moments and the weight read and written: ten passes."""
     job = passes.job
     narrow = job.itemsize < job.wide
-    return passes.own_trained * (10 * job.wide + narrow * job.itemsize)
+    return rows_of(job).own_trained * (10 * job.wide + narrow * job.itemsize)
 
 
 def _on_host(job: Job) -> bool:

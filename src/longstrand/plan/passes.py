@@ -43,11 +43,6 @@ class Passes:
         return self.job.weights()
 
     @cached_property
-    def own_trained(self) -> float:
-        """Trained values of one rank."""
-        return sum(weight.num_values for weight in self.weights if weight.trains) / self.job.world
-
-    @cached_property
     def trained_groups(self) -> frozenset[str]:
         """Groups of parameters that receive gradients."""
         return frozenset(weight.group for weight in self.weights if weight.trains)

@@ -140,10 +140,11 @@ def share_of(kind: str, job: Job, device: Device) -> Share:
     """The part that a kind of work of a job reaches on a device."""
     if device.kind == "gpu":
         return GPU[kind]
-    if job.form == "native":
-        return (CPU_BFLOAT16 if job.dtype == "bfloat16" else CPU_NATIVE)[kind]
-    share = CPU_PORTABLE[kind]
-    if job.dtype == "float32" or share.of == "gb" or share.evidence.startswith("estimated"):
+    table = CPU_PORTABLE
+    if job.form == "native" and job.dtype != "float64":  # which has no kernels, and runs in plain torch
+        table = CPU_BFLOAT16 if job.dtype == "bfloat16" else CPU_NATIVE
+    share = table[kind]
+    if share.of == "gb" or job.dtype in share.evidence or share.evidence.startswith("estimated"):
         return share
     return replace(
         share,

@@ -47,7 +47,8 @@ def plan_seconds(job: Job, device: Device, fitted: Mapping[str, float] | None = 
     """How long a step takes.
 
     Args:
-        fitted: factors of the terms, by name, from finished runs (`plan --calibrate`); None: estimates.
+        fitted: factors of the terms, by name, from finished runs (`plan --calibrate`); None: estimates. A term's
+            evidence stays that of its estimate: `Calibrated.explained` says what a factor rests on.
     """
     passes = Passes(job)
     work = [*product_work(passes), *memory_work(passes), start_work(passes), *exchange_work(passes)]
@@ -65,9 +66,18 @@ def _copies(passes: Passes, device: Device, computing: float) -> Iterator[TimeTe
             f"{whole.why}: {three_digits(whole.seconds)} s of copies beside {three_digits(computing)} s of other work; "
             "what is left over"
         )
-        yield replace(whole, seconds=max(0.0, whole.seconds - computing), why=why)
+        left = max(0.0, whole.seconds - computing)
+        yield replace(whole, seconds=left, why=why, evidence=_beside_work(whole.evidence))
     if optimizer is not None:
         yield _term(optimizer, job, device)
+
+
+def _beside_work(evidence: str) -> str:
+    """Of copies that share a machine with what they are beside: no rate of an idle one is measured there."""
+    idle = evidence.removeprefix("measured: ")
+    if idle == evidence:
+        return evidence
+    return f"estimated: as if other work slowed no copy, and it did to 0.5 to 0.9 GB/s; {idle}"
 
 
 def _term(work: Work, job: Job, device: Device) -> TimeTerm:
@@ -77,8 +87,4 @@ def _term(work: Work, job: Job, device: Device) -> TimeTerm:
 
 def _calibrated(term: TimeTerm, factors: Mapping[str, float]) -> TimeTerm:
     """As runs were fitted: the factor is one of the estimate that stands in their plans."""
-    if term.name not in factors:
-        return term
-    factor = factors[term.name]
-    evidence = f"measured: {three_digits(factor)} x the estimate, as calibrated"
-    return replace(term, seconds=factor * term.seconds, evidence=evidence)
+    return replace(term, seconds=factors.get(term.name, 1.0) * term.seconds)

@@ -98,4 +98,4 @@ def _read(path: Path) -> Architecture:
         raise UserError(f"{path}: cannot be read ({error.strerror}); check the path") from None
     if not isinstance(values, dict):
         raise UserError(f"{path}: holds no object; give a config.json of the model")
-    return Architecture.from_hf(values, str(path))
+    return Architecture.from_file(values, str(path))

@@ -78,11 +78,15 @@ class Sizes:
         return self.tokens * self.shape.hidden_size * self.e
 
     @property
+    def num_streams(self) -> int:
+        """That live at the same time; where ranks share a sequence one more, the middle of a layer's way back."""
+        return streams_at_once(self.num_layers, self.first, self.job.memory.keep_every) + self.shared
+
+    @property
     def slots(self) -> tuple[int, int]:
         """Layer inputs and last mean where they leave the device: whole pages for each tile of each stream."""
-        streams = streams_at_once(self.num_layers, self.first, self.job.memory.keep_every) + self.shared
         mean = self.tile * self.shape.hidden_size * self.e
-        return streams * self.num_tiles * pages(self.stream(self.tile)), self.num_tiles * pages(mean)
+        return self.num_streams * self.num_tiles * pages(self.stream(self.tile)), self.num_tiles * pages(mean)
 
     def choices(self, layer: int) -> int:
         """Pool ids of 4 bytes, expert ids of 1 or 2."""

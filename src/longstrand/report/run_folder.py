@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from longstrand.errors import UserError
+from longstrand.plan.plan_files import flaw_of_memory, flaw_of_plan
 from longstrand.report.certificate import check_certificate
-from longstrand.report.plan_files import flaw_of_memory, flaw_of_plan
 from longstrand.series import Series, is_count, is_number, read_series
 
 CERTIFICATE = "certificate.json"  # which is no file of a run: certify writes it into any folder

@@ -37,7 +37,9 @@ def check_layout(recipe: Recipe, console: Console) -> Layout:
     """
     source = model_source(recipe.model)
     shape = (
-        read_architecture(source) if source.is_dir() else Architecture.from_hf(read_json(source), str(source))
+        read_architecture(source)
+        if source.is_dir()
+        else Architecture.from_file(read_json(source), str(source))
     )
     require_effect(recipe, shape)
     layout = layout_of(recipe, shape)

@@ -22,11 +22,10 @@ from longstrand.model import Model
 from longstrand.model.parallelize import parallelize
 from longstrand.parallel import Deal, deal, local_part, make_mesh
 from longstrand.parallel.pretended import pretended_ranks
-from longstrand.plan.exchanges import dsa_received, kda_received, moe_received
 from longstrand.plan.job import Job
+from longstrand.plan.links import latents_received, summaries_received, tokens_received
 from longstrand.plan.memory import plan_memory
 from longstrand.plan.rules import require_fewer_streams
-from longstrand.plan.sizes import Sizes
 from longstrand.plan.terms import Memory
 from longstrand.train.optimizer import freeze_all_but, trained_names
 from longstrand.train.planning import job_of
@@ -110,25 +109,12 @@ def _device_of(recipe: Recipe) -> torch.device:
 
 
 def _received(job: Job) -> dict[tuple[str, str], int]:
-    """Bytes from other ranks for one layer's tokens; see `plan/exchanges.py`."""
-    sizes, shape, ranks = Sizes(job), job.shape, job.parallel
+    """Bytes from other ranks for one layer's tokens; as a plan's links carry them."""
     found: dict[tuple[str, str], int] = {}
-    if ranks.context > 1:
-        latents = sizes.pools() * shape.index_kpool * shape.kv_lora_rank
-        keys, learns = sizes.pools() * shape.index_head_dim, job.indexer != "frozen"
-        found |= kda_received(shape, sizes.num_segments, ranks.context, sizes.e, sizes.w)
-        found |= dsa_received(
-            latents,
-            keys,
-            ranks.context,
-            sizes.e,
-            sizes.w,
-            indexer_learns=learns,
-            latents_learn=job.indexer != "warmup",
-            recompute=job.memory.recompute,
-        )
-    if ranks.expert > 1:
-        found |= moe_received(shape, sizes.tokens, ranks.expert, sizes.e, recompute=job.memory.recompute)
+    if job.parallel.context > 1:
+        found |= summaries_received(job) | latents_received(job)
+    if job.parallel.expert > 1:
+        found |= tokens_received(job)
     return found
 
 

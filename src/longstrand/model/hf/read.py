@@ -50,7 +50,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 def read_architecture(folder: Path) -> Architecture:
     """The shape of the model in a folder; its errors name the config file."""
-    return Architecture.from_hf(read_config(folder), where=str(folder / "config.json"))
+    return Architecture.from_file(read_config(folder), where=str(folder / "config.json"))
 
 
 def load_into(model: nn.Module, folder: Path) -> SourceInfo:

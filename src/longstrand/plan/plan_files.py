@@ -1,10 +1,10 @@
-"""plan.json and memory.json, checked for what the report reads: a flaw in one costs the comparison, not the report."""
+"""plan.json and memory.json of a run, checked for what a report shows and a calibration takes."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from longstrand.series import is_count, is_number
+from longstrand.plan.calibrated import is_number
 
 VERSION = 1  # of both files
 _LARGEST = 2.0**63
@@ -35,14 +35,16 @@ def flaw_of_memory(found: Any) -> str | None:
     """What is wrong with the value of a memory.json; None where it is as train writes it."""
     if flaw := _flaw_of_version(found):
         return flaw
-    if not _is_measured(found.get("baseline")):
-        return "baseline has no bytes"
+    if flaw := _flaw_of_measured(found.get("baseline")):
+        return f"baseline {flaw}"
     phases = found.get("phases")
     if not isinstance(phases, dict):
         return "it has no phases"
     for name, phase in phases.items():
-        if not _is_measured(phase) or not is_count(phase.get("times")):
-            return f"{name}: no bytes, or not how often it ended"
+        if flaw := _flaw_of_measured(phase):
+            return f"{name} {flaw}"
+        if not isinstance(phase.get("times"), int) or not _is_amount(phase["times"]):
+            return f"{name}: not how often it ended"
         if not _is_amount(phase.get("seconds")):
             return f"{name}: no seconds"
     return None
@@ -65,12 +67,14 @@ def _are_terms(terms: Any, key: str, texts: tuple[str, ...]) -> bool:
     )
 
 
-def _is_measured(value: Any) -> bool:
-    return (
-        isinstance(value, dict)
-        and _is_amount(value.get("resident_bytes"))
-        and (value.get("counted_bytes") is None or _is_amount(value["counted_bytes"]))
-    )
+def _flaw_of_measured(value: Any) -> str | None:
+    if not isinstance(value, dict) or "resident_bytes" not in value:
+        return "has no bytes"
+    for name in ("resident_bytes", "counted_bytes"):
+        found = value.get(name)
+        if not _is_amount(found) and (found is not None or name == "resident_bytes"):
+            return f"has {name} = {found!r}: must be a number from 0"
+    return None
 
 
 def _is_amount(value: Any) -> bool:
