@@ -119,13 +119,14 @@ def cheapest(found: Job, base: Job, room: Room, levers: tuple[Lever, ...]) -> Jo
     """
     own = [lever for lever in levers if lever.setting.startswith("memory.")]
     choices = {lever.setting: lever.values for lever in own}
-    tiles = dict.fromkeys((base.memory.tile, found.memory.tile))
+    tiles, every = dict.fromkeys((base.memory.tile, found.memory.tile)), choices["memory.keep_every"]
     optimizers = choices.get("memory.optimizer", (base.memory.optimizer,))
     best, least = found, (inf, 0, 0)
     for tile, optimizer in product(tiles, optimizers):
         plain = _with_memory(found, tile=tile, optimizer=optimizer, keep_every=1, offload="none")
         fastest = seconds_of(plain, room).total
-        for keep_every, offload in product(choices["memory.keep_every"], choices["memory.offload"]):
+        offloads = [each for each in choices["memory.offload"] if _may_hold(plain, room, every, each)]
+        for keep_every, offload in product(every, offloads):
             if fastest > least[0] or (fastest == least[0] and keep_every > 1):
                 break
             job = _with_memory(plain, keep_every=keep_every, offload=offload)
@@ -133,6 +134,12 @@ def cheapest(found: Job, base: Job, room: Room, levers: tuple[Lever, ...]) -> Jo
             if fits and (rank := _rank(job, room, own)) < least:
                 best, least = job, rank
     return best
+
+
+def _may_hold(plain: Job, room: Room, every: Sequence[int], offload: str) -> bool:
+    """Whether a device has room for any k: for the one with the fewest streams, or for all inputs kept."""
+    ends = (_with_memory(plain, keep_every=k, offload=offload) for k in (every[-1], 1))
+    return any("device" not in missing(job, room) for job in ends)
 
 
 def _needs_all(job: Job, room: Room, levers: Sequence[Lever]) -> bool:
