@@ -49,6 +49,7 @@ class Plan:
 
     Attributes:
         missing: bytes over each limit; empty: it fits.
+        chosen: whether a search chose the levers; else the job came with them.
     """
 
     job: Job
@@ -57,6 +58,7 @@ class Plan:
     seconds: Seconds
     steps: tuple[Step, ...]
     missing: dict[Place, int]
+    chosen: bool = False
 
     @property
     def fits(self) -> bool:
@@ -97,7 +99,7 @@ def search(job: Job, room: Room) -> Plan:
     best = reach(base, room, levers)
     if not missing(best, room) and best != base:
         best = _cheapest_on_fewest_ranks(best, base, room, levers)
-    return plan_of(best, room, base, levers)
+    return replace(plan_of(best, room, base, levers), chosen=not missing(best, room))
 
 
 def _cheapest_on_fewest_ranks(found: Job, base: Job, room: Room, levers: tuple[Lever, ...]) -> Job:
