@@ -432,9 +432,71 @@ def test_levers_are_named_above_the_limit_of_a_picture():
     _draw_memory(axes, plans)
     named = [text for text in axes.texts if "=" in text.get_text()]
     limit = find_device("B200").memory_gib
-    switched_on = {setting(step).removeprefix("memory.") for plan in plans for step in plan.steps}
-    assert {line for text in named for line in text.get_text().split("\n")} == switched_on != set()
+    switched_on = {setting(step).partition(".")[2] for plan in plans for step in plan.steps}
+    lines = {line for text in named for line in text.get_text().split("\n")}
+    assert (
+        {line for line in lines if "tile" not in line} == {s.replace('"', "") for s in switched_on} != set()
+    )
     assert all(text.get_position()[1] > limit and text.get_va() == "bottom" for text in named)
+    tiles = [plan.job.memory.tile for plan in plans]
+    changed = {place: tile for place, tile in enumerate(tiles) if place and tile != tiles[place - 1]}
+    labelled = {text.get_position()[0]: text.get_text() for text in named if "tile" in text.get_text()}
+    assert changed and labelled.keys() == changed.keys()
+    assert all(f"tile = {tile}" in labelled[place] for place, tile in changed.items())
+
+
+def test_a_picture_says_what_pale_bars_are_and_names_weights_that_are_half():
+    room = Room(find_device("H200"), 8, host_bytes=2048 * GIB)
+    plans = sweep(Job(REAL, 1024, trainable=("kda", "mla"), kind="gpu"), room, [2**20, 2**22])
+    assert [plan.fits for plan in plans] == [True, False]
+    memory, speed = Figure().subplots(2, 1)
+    _draw_memory(memory, plans)
+    names = [text.get_text() for text in memory.get_legend().get_texts()]
+    assert "weights" in names and names[-1] == "pale: does not fit"
+    _draw_memory(speed, plans[:1])
+    assert "pale: does not fit" not in [text.get_text() for text in speed.get_legend().get_texts()]
+
+
+def test_a_picture_of_what_does_not_fit_has_no_speeds(call, tmp_path):
+    asked = ("--model", "glm-5.3-flash", "--device", "H200", "--sweep", "16k..32k")
+    assert call(*asked, "--picture", "none.svg").code == 3
+    svg = (tmp_path / "none.svg").read_text()
+    assert "nothing fits" in svg and "\N{MINUS SIGN}0.0" not in svg
+
+
+@pytest.mark.parametrize("option", ["--picture", "--write"])
+def test_a_folder_that_is_missing_is_said_before_anything_is_computed(call, monkeypatch, option):
+    def never(*_: object) -> None:
+        raise AssertionError("computed")
+
+    for name in ("sweep", "search"):
+        monkeypatch.setattr(f"longstrand.cli.plan_answers.{name}", never)
+    question = ("--sweep", "1k..2k") if option == "--picture" else ("--length", "1k")
+    called = call("--model", "toy", *question, option, "/missing/a.svg")
+    assert called.code == 2
+    assert (
+        called.err
+        == f"error: {option} /missing/a.svg: /missing is no folder; make it, or choose another path\n"
+    )
+
+
+def test_more_devices_are_no_remedy_where_states_between_ranks_are_what_is_too_much(call):
+    called = call("--model", "glm-5.3-flash", "--device", "H200", "--length", "1M", "--devices", "100000")
+    assert called.code == 3 and "largest: KDA's maps and states" in called.err
+    assert "more or larger devices" not in called.err
+    assert "take fewer context ranks" in called.err and called.err.endswith("or a shorter length\n")
+    assert call("--model", "glm-5.3-flash", "--device", "H200", "--length", "1M", "--devices", "64").code == 0
+
+
+def test_the_longest_sequence_says_what_disk_it_takes_where_none_is_judged(call, tight):
+    asked = ("--model", "toy", "--device", tight, "--fit", "length", "--host-memory", "8")
+    plan = json.loads(call(*asked, "--json").out)
+    taken = plan["files"]["bytes"] / GIB
+    assert taken > 1
+    last = " ".join(call(*asked).out.split()).rpartition("The longest sequence")[2]
+    said = re.search(r", with ([\d.,]+) GiB of disk per host, not judged \(--host-disk\)\.$", last)
+    assert float(said[1].replace(",", "")) == pytest.approx(taken, rel=0.01)
+    assert "not judged" not in call(*asked, "--host-disk", "100").out.rpartition("The longest")[2]
 
 
 def test_a_sweep_has_a_row_per_length_and_a_picture(call, tight, tmp_path):
@@ -473,6 +535,10 @@ def test_a_written_recipe_loads_says_why_and_plans_the_same(call, tight, tmp_pat
     assert text.count("# plan: ") == len(plan["levers"])
     again = json.loads(call("r.toml", "--device", tight, "--host-memory", "64", "--json").out)
     assert again["device_bytes"] == plan["device_bytes"] and again["fits"]
+    told = re.search(r"#   longstrand plan (.+)\n", text)[1].split()
+    assert told == ["r.toml", "--device", tight, "--host-memory", "64"]
+    assert json.loads(call(*told, "--json").out)["device_bytes"] == plan["device_bytes"]
+    assert 'model.path = "FOLDER"' in text and "data.tokenizer where the model has its own" in text
     refused = call(*asked, "--write", "r.toml")
     assert refused.code == 2 and "exists, and is never overwritten" in refused.err
     assert (tmp_path / "r.toml").read_text() == text

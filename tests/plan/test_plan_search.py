@@ -1,27 +1,32 @@
 """The levers that a plan chooses: it fits with them, not without any of them, and not with a weaker one."""
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planned import REAL, SLICE, TOY, small_room, toy_job, with_memory
 
+from longstrand.architecture import DSA, KDA
 from longstrand.plan.devices import GIB, find_device
 from longstrand.plan.job import Job
 from longstrand.plan.room import PROCESS_BYTES, Room, memory_of, missing, needed
-from longstrand.plan.search import Plan, as_it_stands, levers_for, search, without_levers
+from longstrand.plan.search import Plan, as_it_stands, levers_for, search, seconds_of, without_levers
+from longstrand.plan.seconds import plan_seconds
 
 
 def every_lever_is_needed(plan: Plan) -> bool:
-    """Each at its weakest value: off, or anything weaker, does not fit."""
+    """Off, or on fewer ranks, it does not fit; with anything else that is weaker it does not, or is no faster."""
     levers = levers_for(without_levers(plan.job, plan.room), plan.room)
-    weaker = [
-        lever.put(plan.job, value)
-        for lever in levers
-        for value in lever.values[: lever.values.index(lever.of(plan.job))]
-    ]
-    return all(missing(job, plan.room) for job in weaker)
+    for lever in levers:
+        for value in lever.values[: lever.values.index(lever.of(plan.job))]:
+            weaker = lever.put(plan.job, value)
+            if not missing(weaker, plan.room):
+                off = value == lever.values[0] or lever.setting.startswith("parallel")
+                if off or seconds_of(weaker, plan.room).total < plan.seconds.total:
+                    return False
+    return True
 
 
 ROOMS = {
@@ -59,6 +64,61 @@ def test_so_it_is_on_devices_of_any_size(part, power, devices):
     if plan.fits:
         assert plan.memory.device_bytes <= plan.room.limit("device")
         assert every_lever_is_needed(plan)
+
+
+def fastest_of_all(plan: Plan) -> float:
+    """Seconds of every combination of levers on these ranks that fits and has no lever too many: none left out."""
+    base, room = without_levers(plan.job, plan.room), plan.room
+    off = {"tile": base.memory.tile, "keep_every": 1, "offload": "none", "optimizer": "device"}
+    each_k = range(1, plan.job.shape.num_hidden_layers + 1)
+    choices = product(
+        {base.memory.tile, plan.job.memory.tile}, each_k, ("none", "host", "disk"), ("device", "host")
+    )
+    fitting = []
+    for values in choices:
+        chosen = dict(zip(off, values, strict=True))
+        on = [name for name, value in chosen.items() if value != off[name]]
+        tried = [chosen, *({**chosen, name: off[name]} for name in on)]
+        judged = [bool(missing(with_memory(plan.job, **each), room)) for each in tried]
+        if not judged[0] and all(judged[1:]):
+            fitting.append(plan_seconds(with_memory(plan.job, **chosen), room.device).total)
+    return min(fitting)
+
+
+@pytest.mark.parametrize("groups", [("all",), ("kda", "mla"), ("head",)], ids=str)
+@pytest.mark.parametrize("host_bytes", [None, 2**30, 7 * 2**30])
+@pytest.mark.parametrize("part", [0.9, 0.6, 0.4, 0.3, 0.25])
+def test_no_other_combination_that_fits_is_faster(part, host_bytes, groups):
+    """Twelve layers of the toy, of which every third attends to all."""
+    kinds = tuple((DSA if layer % 3 == 2 else KDA) for layer in range(12))
+    deep = {"num_hidden_layers": 12, "layer_types": kinds, "mlp_layer_types": ("sparse",) * 12}
+    shape = replace(TOY, **deep, indexer_types=("full",) * 12)
+    job = Job(shape, 2**20, trainable=groups, kind="gpu")
+    whole = memory_of(without_levers(job, small_room(GIB))).device_bytes
+    plan = search(job, small_room(part * whole, host_bytes=host_bytes))
+    if plan.fits:
+        assert plan.seconds.total == pytest.approx(fastest_of_all(plan), rel=1e-9)
+    assert plan.fits or part < 0.9 or host_bytes == 2**30
+
+
+def test_layer_inputs_on_the_host_are_cheaper_than_computing_them_again():
+    """Copies of 90 GiB per rank at tens of GB/s are hidden in minutes of work; 23 layers again are not."""
+    job = Job(REAL, 2**19, trainable=("kda", "mla"), kind="gpu")
+    plan = search(job, Room(find_device("H200"), 8, host_bytes=2048 * GIB))
+    assert [(step.setting, step.value) for step in plan.steps] == [("memory.offload", "host")]
+    assert plan.steps[0].seconds == 0
+    without_host = search(job, Room(find_device("H200"), 8, host_bytes=25 * GIB, file_bytes=0))
+    kept = without_host.job.memory.keep_every
+    assert without_host.fits and kept > 1
+    faster = [
+        k
+        for k in range(2, 45)
+        if seconds_of(with_memory(without_host.job, keep_every=k), plan.room).total
+        < without_host.seconds.total
+    ]
+    assert faster and all(
+        missing(with_memory(without_host.job, keep_every=k), without_host.room) for k in faster
+    )
 
 
 def test_what_fits_needs_no_lever():

@@ -15,6 +15,7 @@ from longstrand.memory import Levers
 from longstrand.memory.shared_walk import SharedWalk
 from longstrand.model.parallelize import parallelize
 from longstrand.parallel import local_part, make_mesh, run_ranks
+from longstrand.plan.host import Machine
 from longstrand.plan.job import Job
 from longstrand.plan.links import host_optimizer_work
 from longstrand.plan.operations import memory_work
@@ -223,7 +224,21 @@ def test_a_dry_run_without_data_says_what_was_not_checked(tmp_path, monkeypatch,
     assert "layer inputs │ 22.50" in said
     assert "not checked: the data, since" in said and "hg38.fa.gz is not here" in said
     assert "counted, not run" in said
+    assert "counted as on a GPU; for another device: longstrand plan RECIPE --device NAME" in said
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("gib", "fits"), [(1, False), (4096, True)])
+def test_a_dry_run_says_that_a_rank_has_no_room_here(tmp_path, monkeypatch, capfd, gib, fits):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(
+        "longstrand.train.dry_run.this_machine", lambda: Machine(gib * 2**30, "a small machine")
+    )
+    for changes, device in (([], "a GPU"), (["memory.offload=disk", "memory.optimizer=device"], "this CPU")):
+        check(load_recipe(NAME, changes))
+        said = " ".join(capfd.readouterr().err.split())
+        assert f"counted as on {device}; for " in said
+        assert ("a single rank would not fit this machine: it takes" in said) is not fits
 
 
 def test_a_dry_run_checks_the_data_that_is_here(tmp_path, capfd):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import textwrap
 from dataclasses import replace
 from pathlib import Path
@@ -18,8 +19,9 @@ from longstrand.errors import CheckFailed, UserError
 from longstrand.plan.inverse import LENGTHS, doubling_lengths, fewest_devices, longest_sequence, sweep
 from longstrand.plan.room import not_judged
 from longstrand.plan.search import Plan, as_it_stands, search
-from longstrand.plan.summary import as_dict, what_is_missing
+from longstrand.plan.summary import as_dict, gib, what_is_missing
 from longstrand.plan.terms import Place
+from longstrand.plan.walk import MAPS
 from longstrand.wording import count
 
 _LARGER: dict[Place, str] = {
@@ -78,7 +80,9 @@ def _longest(asked: Asked, options: Options) -> None:
         else f"at {count(after.job.length)}: {what_is_missing(after)}"
     )
     rounded = f"The longest sequence is {tokens} tokens (rounded down to a multiple of {LENGTHS:,})"
-    _say(f"{rounded}; {ends}.", options)
+    unjudged = not_judged(longest.plan.job, longest.plan.room).get("file")
+    beside = f", with {gib(unjudged)} GiB of disk per host, not judged (--host-disk)" if unjudged else ""
+    _say(f"{rounded}; {ends}{beside}.", options)
     _write(longest.plan, asked, options)
 
 
@@ -204,8 +208,25 @@ def _write(found: Plan, asked: Asked, options: Options) -> None:
         return
     from longstrand.cli.plan_recipe import write_plan
 
-    for path in write_plan(options.write, found, asked.found, asked.recipe):
+    for path in write_plan(options.write, found, asked.found, asked.recipe, _room(options)):
         typer.echo(f"{path}: written", err=options.as_json)
+
+
+def _room(options: Options) -> str:
+    """The options that say in which room and by which numbers, as they are typed."""
+    given = {
+        "--device": options.device,
+        "--host-memory": options.host_memory,
+        "--host-disk": options.host_disk,
+        "--data-skew": options.data_skew,
+        "--calibrated": options.calibrated,
+    }
+    shown = [
+        f" {name} {shlex.quote(f'{value:.15g}' if isinstance(value, float) else str(value))}"
+        for name, value in given.items()
+        if value is not None
+    ]
+    return "".join(shown) + " --this-host" * options.this_host
 
 
 def _end(found: Plan, problems: list[str]) -> None:
@@ -228,8 +249,16 @@ def _remedy(found: Plan, *, more: bool = True, shorter: bool = True) -> str:
     Args:
         more, shorter: whether more devices or a shorter length may help.
     """
+    if "device" in found.missing and _largest(found) == MAPS:
+        fewer = "fewer context ranks, whose number KDA's maps and states grow with (fewer devices, or more sequences "
+        return f"take {fewer}per step){', or a shorter length' * shorter}"
     names = _LARGER | {"device": "a machine with more memory"} if found.room.is_cpu else _LARGER
     larger = [names[place] for place in found.missing]
     if more and not found.room.is_cpu and "file" not in found.missing:
         larger[0] = f"more or {larger[0]}"
     return f"take {', '.join(larger)}{', or a shorter length' * shorter}"
+
+
+def _largest(found: Plan) -> str:
+    """The name of the term that takes most of a device."""
+    return max(found.memory.device, key=lambda term: term.num_bytes).name

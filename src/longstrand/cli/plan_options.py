@@ -113,3 +113,7 @@ def _require_files(options: Options) -> None:
     for option, path in (("--picture", picture), ("--write", options.write)):
         if path is not None:
             require_new(option, path)
+            if not path.absolute().parent.is_dir():
+                raise UserError(
+                    f"{option} {path}: {path.parent} is no folder; make it, or choose another path"
+                )

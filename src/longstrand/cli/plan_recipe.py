@@ -20,19 +20,28 @@ DATA = "your_data.fa.gz"
 _HEADER = """\
 # Written by longstrand plan: {sentence}
 # Comments that begin with "plan:" say why a lever is on. Lines that begin with "# name =" are settings that are absent.
-#   longstrand plan {path}               plans it as it stands
-#   longstrand train {path} --dry-run    checks it against the data
+#   longstrand plan {path}{room}
+#     plans it as it stands
+#   longstrand train {path} --dry-run
+#     checks it against the data
 {ask}
 """
-_ASK = f"# Yours to give: the data ({DATA} below), train.steps and train.lr.\n"
+_ASK = f"""\
+# Yours to give: the data ({DATA} below), data.tokenizer where the model has its own, train.steps and train.lr.
+"""
+_DRAWN = """\
+# model.config has its weights drawn at random. To fine-tune, put model.path = "FOLDER" in its place: the folder of the
+# trained weights.
+"""
 _TABLE = re.compile(r"\[(\w+)\]")
 
 
-def write_plan(path: Path, plan: Plan, found: FoundShape, recipe: Recipe | None) -> list[Path]:
+def write_plan(path: Path, plan: Plan, found: FoundShape, recipe: Recipe | None, room: str) -> list[Path]:
     """Writes the recipe, and a config beside it where the model has no file; returns what was written.
 
     Args:
         recipe: whose other settings it keeps; None: the settings that `init` would write.
+        room: options of `longstrand plan` with which the recipe is planned in the same room.
 
     Raises:
         UserError: a file exists or cannot be written, or the plan does not fit.
@@ -56,7 +65,8 @@ def write_plan(path: Path, plan: Plan, found: FoundShape, recipe: Recipe | None)
         f"{plan.room.num_devices} x {plan.room.device.name}, {gib(plan.memory.device_bytes)} GiB per device, "
         f"{plan.seconds.tokens_per_second(plan.job):,.0f} tokens/s expected."
     )
-    text = _HEADER.format(sentence=sentence, path=path, ask="" if recipe else _ASK)
+    ask = "" if recipe else _ASK + _DRAWN * ("config" in model)
+    text = _HEADER.format(sentence=sentence, path=path, room=room, ask=ask)
     written[path] = text + _explained(dump_toml(Recipe.model_validate(settings)), plan)
     for file in written:
         if file.exists():

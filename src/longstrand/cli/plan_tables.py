@@ -134,11 +134,11 @@ def _show_calibrated(plan: Plan, console: Console) -> None:
 
 
 def show_levers(plan: Plan, console: Console) -> None:
-    """In the order in which they were switched on."""
+    """One after the other, each beside those above it."""
     if not plan.steps:
         console.print("\nNo lever is on: none is needed.\n" if plan.fits else "\nNo lever helps.\n")
         return
-    title = "levers, in the order in which they were switched on"
+    title = "levers, each beside those above it" + "; the fastest that fit" * plan.chosen
     table = _table(title, "setting", "why", "bought, GiB per rank", "costs")
     for step in plan.steps:
         cost = f"{'-' if step.seconds < 0 else '+'}{_seconds(abs(step.seconds))} s: {COSTS[step.setting]}"

@@ -131,16 +131,27 @@ def _longest_with(levers: Job, room: Room, fitting: int) -> int:
     """The largest multiple of `LENGTHS` that fits with these levers; `fitting` where that does only with others.
 
     Bytes grow nearly in proportion to the length: where the line from one end to the other meets the limit is close.
+    An end that stays counts half the next time, so that both close in (Illinois).
     """
 
     def left(length: int) -> int:
         return room_left(replace(levers, length=length), room)
 
-    at_low, at_high = max(left(fitting), 0), left(LONGEST)
+    low, high = fitting, LONGEST
+    at_low, at_high, stayed = float(max(left(low), 0)), float(left(high)), 0
     if at_high >= 0:
         return LONGEST - LENGTHS
-    near = fitting + int((LONGEST - fitting) * (at_low / (at_low - at_high))) // LENGTHS * LENGTHS
-    return _last(lambda length: left(length) >= 0, fitting, near)
+    while high - low > LENGTHS:
+        near = low + int((high - low) * at_low / (at_low - at_high)) // LENGTHS * LENGTHS
+        length = min(max(near, low + LENGTHS), (high - 1) // LENGTHS * LENGTHS)
+        found = left(length)
+        if found >= 0:
+            low, at_low, at_high = length, found, at_high / (2 if stayed == 1 else 1)
+            stayed = 1
+        else:
+            high, at_high, at_low = length, found, at_low / (2 if stayed == -1 else 1)
+            stayed = -1
+    return low
 
 
 def _last(fits: Callable[[int], bool], low: int, near: int) -> int:

@@ -1,16 +1,19 @@
-"""The cheapest levers with which a job fits: switched on in order, kept only where nothing fits without them."""
+"""The levers with which a job fits in the fewest seconds, none of them on that it fits without."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from math import gcd
+from itertools import product
+from math import gcd, inf
 from typing import Any
 
-from longstrand.config import ParallelSection
+from longstrand.config import MemorySection, ParallelSection
 from longstrand.plan.job import Job
-from longstrand.plan.room import Room, memory_of, missing
+from longstrand.plan.passes import Passes
+from longstrand.plan.room import Room, memory_of, missing, needed
 from longstrand.plan.seconds import Seconds, plan_seconds
 from longstrand.plan.streams import first_trained_layer, streams_at_once
 from longstrand.plan.terms import Memory, Place
@@ -46,6 +49,7 @@ class Plan:
 
     Attributes:
         missing: bytes over each limit; empty: it fits.
+        chosen: whether a search chose the levers; else the job came with them.
     """
 
     job: Job
@@ -54,6 +58,7 @@ class Plan:
     seconds: Seconds
     steps: tuple[Step, ...]
     missing: dict[Place, int]
+    chosen: bool = False
 
     @property
     def fits(self) -> bool:
@@ -85,21 +90,73 @@ class Lever:
 
 
 def search(job: Job, room: Room) -> Plan:
-    """Levers and ranks for a job's model and length; what its own levers say is not read."""
+    """Levers and ranks for a job's model and length; what its own levers say is not read.
+
+    Ranks are as few as fits; with them, the other levers are those with the fewest seconds.
+    """
     base = without_levers(job, room)
     levers = levers_for(base, room)
     best = reach(base, room, levers)
-    if not missing(best, room):
-        best = _only_needed(best, room, levers)
-    return plan_of(best, room, base, levers)
+    if not missing(best, room) and best != base:
+        best = _cheapest_on_fewest_ranks(best, base, room, levers)
+    return replace(plan_of(best, room, base, levers), chosen=not missing(best, room))
+
+
+def _cheapest_on_fewest_ranks(found: Job, base: Job, room: Room, levers: tuple[Lever, ...]) -> Job:
+    """From a job that fits."""
+    best = found if found.parallel == base.parallel else _only_needed(found, room, levers)
+    while True:
+        chosen = cheapest(best, base, room, levers)
+        best = _only_needed(chosen, room, levers)
+        if best.parallel == chosen.parallel:
+            return best
+
+
+def cheapest(found: Job, base: Job, room: Room, levers: tuple[Lever, ...]) -> Job:
+    """The fastest job that fits on the ranks of one that does, and with none of its levers off.
+
+    All values of its levers are combined, of a tile that of `found` and that of `base`. Of equals it has the fewest
+    levers, then takes least of a host and its disk. Recomputing and moving take time, so that seconds with neither
+    bound those with them: what cannot be faster than the best so far is not planned.
+    """
+    own = [lever for lever in levers if lever.setting.startswith("memory.")]
+    choices = {lever.setting: lever.values for lever in own}
+    tiles, every = dict.fromkeys((base.memory.tile, found.memory.tile)), choices["memory.keep_every"]
+    optimizers = choices.get("memory.optimizer", (base.memory.optimizer,))
+    best, least = found, (inf, 0, 0)
+    for tile, optimizer in product(tiles, optimizers):
+        plain = _with_memory(found, tile=tile, optimizer=optimizer, keep_every=1, offload="none")
+        fastest = seconds_of(plain, room).total
+        offloads = [each for each in choices["memory.offload"] if _may_hold(plain, room, every, each)]
+        for keep_every, offload in product(every, offloads):
+            if fastest > least[0] or (fastest == least[0] and keep_every > 1):
+                break
+            job = _with_memory(plain, keep_every=keep_every, offload=offload)
+            fits = not missing(job, room) and _needs_all(job, room, own)
+            if fits and (rank := _rank(job, room, own)) < least:
+                best, least = job, rank
+    return best
+
+
+def _may_hold(plain: Job, room: Room, every: Sequence[int], offload: str) -> bool:
+    """Whether a device has room for any k: for the one with the fewest streams, or for all inputs kept."""
+    ends = (_with_memory(plain, keep_every=k, offload=offload) for k in (every[-1], 1))
+    return any("device" not in missing(job, room) for job in ends)
+
+
+def _needs_all(job: Job, room: Room, levers: Sequence[Lever]) -> bool:
+    return all(missing(lever.put(job, lever.values[0]), room) for lever in levers if lever.is_on(job))
+
+
+def _rank(job: Job, room: Room, levers: Sequence[Lever]) -> tuple[float, int, int]:
+    """The less, the better: seconds, levers, and bytes of a host and its disk."""
+    elsewhere = needed(job, room, "host") + needed(job, room, "file")
+    return seconds_of(job, room).total, sum(lever.is_on(job) for lever in levers), elsewhere
 
 
 def as_it_stands(job: Job, room: Room) -> Plan:
     """A job with the levers that it has; its steps say what each buys, whether it is needed or not."""
-    base = replace(
-        job,
-        memory=job.memory.model_copy(update={"keep_every": 1, "offload": "none", "optimizer": "device"}),
-    )
+    base = _with_memory(job, keep_every=1, offload="none", optimizer="device")
     levers = tuple(
         replace(lever, values=(lever.of(base), *lever.values[1:])) for lever in levers_for(base, room)
     )
@@ -200,21 +257,30 @@ def _over(job: Job, room: Room) -> int:
 
 
 def _only_needed(job: Job, room: Room, levers: tuple[Lever, ...]) -> Job:
-    """Each lever at its cheapest value with which the job fits, the most costly lever first.
+    """Each lever at its first value with which the job fits and is no slower, the most costly lever first.
 
-    Repeated until nothing changes, so that without any of them the job does not fit.
+    Off, and with fewer ranks, it may be slower. Repeated until nothing changes, so that without any of them the job
+    does not fit.
     """
 
-    def cost(lever: Lever) -> float:
-        return seconds_of(job, room).total - seconds_of(lever.put(job, lever.values[0]), room).total
+    def seconds(of: Job) -> float:
+        return seconds_of(of, room).total
+
+    def weaker(lever: Lever) -> Iterator[Job]:
+        for value in lever.values[: lever.values.index(lever.of(job))]:
+            candidate, may_slow = (
+                lever.put(job, value),
+                value == lever.values[0] or "parallel" in lever.setting,
+            )
+            if not missing(candidate, room) and (may_slow or seconds(candidate) <= seconds(job)):
+                yield candidate
 
     while True:
         before = job
         on = [lever for lever in levers if lever.is_on(job)]
-        for lever in sorted(reversed(on), key=cost, reverse=True):
-            weaker = lever.values[: lever.values.index(lever.of(job))]
-            fitting = (put for value in weaker if not missing(put := lever.put(job, value), room))
-            job = next(fitting, job)
+        off = {lever.setting: seconds(lever.put(job, lever.values[0])) for lever in on if len(on) > 1}
+        for lever in sorted(reversed(on), key=lambda lever: off.get(lever.setting, 0.0)):
+            job = next(weaker(lever), job)
         if job == before:
             return job
 
@@ -254,21 +320,48 @@ def _tile(base: Job) -> Lever:
 
 
 def _keep_every(base: Job) -> Lever:
-    """Every k that keeps fewer streams at once than each smaller one does."""
-    layers, first = base.shape.num_hidden_layers, first_trained_layer(base)
-    values, least = [1], streams_at_once(layers, first, 1)
-    for k in range(2, layers - first + 1):
-        if (streams := streams_at_once(layers, first, k)) < least:
-            values.append(k)
+    """Every k for which no other keeps as few streams at once and computes no more of any kind of layer again.
+
+    So too every k that keeps fewer streams than each smaller one does, of which the last is the strongest.
+    """
+    values = _values_of_keep_every(
+        replace(base, length=2, memory=MemorySection(), parallel=ParallelSection())
+    )
+    return Lever("memory.keep_every", values, values[1:][-1:], _memory_setter("keep_every"))
+
+
+@lru_cache(maxsize=64)
+def _values_of_keep_every(job: Job) -> tuple[int, ...]:
+    """From most streams to fewest; once per model and what it trains."""
+    shape, first = job.shape, first_trained_layer(job)
+    layers, found, least = shape.num_hidden_layers, dict[int, tuple[int, Counter[Any]]](), inf
+    kinds = list(zip(shape.layer_types, shape.mlp_layer_types, shape.indexer_types, strict=True))
+    forced = set()
+    for k in range(1, max(1, layers - first) + 1):
+        rebuilt = Passes(_with_memory(job, keep_every=k)).rebuilt
+        streams = streams_at_once(layers, first, k)
+        found[k] = streams, Counter(kinds[layer] for layer in rebuilt)
+        if streams < least:
+            forced.add(k)
             least = streams
-    return Lever("memory.keep_every", tuple(values), tuple(values[1:][-1:]), _memory_setter("keep_every"))
+    kept = [
+        k for k, own in found.items() if k in forced or not any(_beats(found[o], own, o < k) for o in found)
+    ]
+    allowed = [k for k in kept if k == 1 or found[k][0] < found[1][0]]
+    return tuple(sorted(allowed, key=lambda k: (-found[k][0], k)))
+
+
+def _beats(one: tuple[int, Counter[Any]], other: tuple[int, Counter[Any]], earlier: bool) -> bool:
+    """Whether it has as few streams and recomputes no more; of equals the earlier one does."""
+    return one[0] <= other[0] and one[1] <= other[1] and (one != other or earlier)
 
 
 def _memory_setter(name: str) -> Callable[[Job, Any], Job]:
-    def put(job: Job, value: Any) -> Job:
-        return replace(job, memory=job.memory.model_copy(update={name: value}))
+    return lambda job, value: _with_memory(job, **{name: value})
 
-    return put
+
+def _with_memory(job: Job, **changes: Any) -> Job:
+    return replace(job, memory=job.memory.model_copy(update=changes))
 
 
 def _with_context(job: Job, context: int) -> Job:

@@ -66,6 +66,9 @@ class Sizes:
         self.num_tiles = -(-self.segment // self.tile) * self.num_segments
         self.first = first_trained_layer(job)
         self.kinds = _kinds(self.shape)
+        # By kind of layer: a walk asks for them hundreds of times.
+        self._whole_tiles = dict[tuple[int, bool], Tiles]()
+        self._all_tiles = dict[tuple[int, str], int]()
 
     # Streams, choices, carries
 
@@ -166,14 +169,22 @@ class Sizes:
 
     def tiles(self, layer: int, *, begins: bool = True) -> Tiles:
         """Of a whole tile; `begins`: in which a document does."""
-        return _tiles(self.settings if begins else self.later, self.kinds[layer], self.tile, self.shared)
+        key = (self.kinds[layer], begins)
+        if key not in self._whole_tiles:
+            settings = self.settings if begins else self.later
+            self._whole_tiles[key] = _tiles(settings, key[0], self.tile, self.shared)
+        return self._whole_tiles[key]
 
     def of_all_tiles(self, layer: int, part: Literal["kept", "front", "left", "halved"]) -> int:
         """What all tiles of a layer keep together: a document begins in one; the last of a segment may be shorter."""
+        key = (self.kinds[layer], part)
+        if key in self._all_tiles:
+            return self._all_tiles[key]
         whole, rest = divmod(self.segment, self.tile)
         first, later = (getattr(self.tiles(layer, begins=begins), part) for begins in (True, False))
         last = getattr(_tiles(self.later, self.kinds[layer], rest, self.shared), part) if rest else 0
-        return int(self.num_segments * (whole * later + last) + first - later)
+        self._all_tiles[key] = int(self.num_segments * (whole * later + last) + first - later)
+        return self._all_tiles[key]
 
     def head(self) -> tuple[int, int, int]:
         """Most going forward; the gradient of the last output; most until it is there."""

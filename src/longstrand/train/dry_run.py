@@ -6,6 +6,7 @@ import glob
 import logging
 from pathlib import Path
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -13,11 +14,13 @@ from longstrand.architecture import Architecture
 from longstrand.config import Recipe
 from longstrand.data import open_data
 from longstrand.model.hf import read_architecture, read_json
+from longstrand.plan.host import this_machine
+from longstrand.plan.room import PROCESS_BYTES
 from longstrand.plan.summary import gib
 from longstrand.plan.terms import Place, total
 from longstrand.train.evaluation import evaluation_packs
 from longstrand.train.fit import require_effect, require_vocabulary
-from longstrand.train.layout import Layout, layout_of
+from longstrand.train.layout import Layout, device_of, layout_of
 from longstrand.trained import model_source
 from longstrand.wording import count
 
@@ -44,12 +47,27 @@ def check_layout(recipe: Recipe, console: Console) -> Layout:
     require_effect(recipe, shape)
     layout = layout_of(recipe, shape)
     _show(layout, recipe, console)
+    _say_of_the_device(layout, recipe)
     _check_data(recipe, shape, source)
     if recipe.data.length > shape.max_position_embeddings:
         made_for = f"{shape.max_position_embeddings:,} tokens (max_position_embeddings)"
         _log.info("note: the model was made for %s, and is given %s", made_for, f"{recipe.data.length:,}")
     _log.info(NOT_RUN)
     return layout
+
+
+def _say_of_the_device(layout: Layout, recipe: Recipe) -> None:
+    """For which device bytes were counted, and that this machine has no room for them where that is so."""
+    on_gpu = device_of(recipe).type == "cuda"
+    which, other = ("a GPU", "another device") if on_gpu else ("this CPU", "a GPU")
+    _log.info("counted as on %s; for %s: longstrand plan RECIPE --device NAME", which, other)
+    if torch.cuda.is_available():
+        return
+    memory, machine = layout.memory, this_machine()
+    needed = PROCESS_BYTES["cpu"] + memory.bytes_of("device") + memory.bytes_of("host")
+    if needed > machine.memory_bytes:
+        has = f"{gib(machine.memory_bytes)} GiB ({machine.memory_rule})"
+        _log.info("a single rank would not fit this machine: it takes %s GiB of %s", gib(needed), has)
 
 
 def _check_data(recipe: Recipe, shape: Architecture, source: Path) -> None:

@@ -86,7 +86,7 @@ def layout_of(recipe: Recipe, shape: Architecture, rank: int = 0) -> Layout:
         first = first_trained(model.embed_tokens.weight, layers)
         require_fewer_streams(recipe.memory.keep_every, len(layers), first)
         own = {name: local_part(parameter).numel() for name, parameter in model.named_parameters()}
-        job = job_of(recipe, shape, _device_of(recipe))
+        job = job_of(recipe, shape, device_of(recipe))
         return Layout(
             rank=rank,
             world=sizes.world,
@@ -102,7 +102,7 @@ def layout_of(recipe: Recipe, shape: Architecture, rank: int = 0) -> Layout:
         )
 
 
-def _device_of(recipe: Recipe) -> torch.device:
+def device_of(recipe: Recipe) -> torch.device:
     """The ranks' devices, which are not here: GPUs where the recipe or this machine has a memory beside the host's."""
     beside = "host" in (recipe.memory.offload, recipe.memory.optimizer) or torch.cuda.is_available()
     return torch.device("cuda" if beside else "cpu")
