@@ -36,10 +36,9 @@ class Held:
 
     def at_once(self, more: Mapping[str, int] | None = None) -> None:
         """Beside all that is held, something lives for a moment."""
-        more = more or {}
-        size = self._sum + sum(more.values())
+        size = self._sum + sum(more.values()) if more else self._sum
         if size > self._most.get(self._phase, 0):
-            found = self.now | {name: self.now.get(name, 0) + n for name, n in more.items()}
+            found = self.now | {name: self.now.get(name, 0) + n for name, n in (more or {}).items()}
             self._most[self._phase] = size
             self.peaks[self._phase] = {name: n for name, n in found.items() if n}
 
