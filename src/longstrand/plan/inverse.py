@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from longstrand.errors import UserError
 from longstrand.plan.job import Job
@@ -122,6 +123,7 @@ def doubling_lengths(first: int, last: int) -> list[int]:
     return lengths
 
 
+@lru_cache(maxsize=64)
 def _reached(job: Job, room: Room, length: int) -> Job:
     base = without_levers(replace(job, length=length), room)
     return reach(base, room, levers_for(base, room))

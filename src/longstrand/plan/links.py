@@ -174,12 +174,14 @@ def _gatherings(times: LayerPasses) -> int:
 
 def _gradients(passes: Passes) -> float:
     """Summed in float32 or wider: of a weight that is cut a rank receives its rows', of a whole one all, twice."""
-    total = 0.0
+    job, total = passes.job, 0.0
+    wide = job.wide
     for weight in passes.weights:
-        share, holders = _shared(weight, passes.job)
-        times = 1 if passes.job.shards(weight) else 2
-        total += times * weight.trains * weight.num_values * passes.job.wide / share * (holders - 1) / holders
-    return total * passes.job.passes
+        if weight.trains:
+            share, holders = _shared(weight, job)
+            times = 1 if job.shards(weight) else 2
+            total += times * weight.num_values * wide / share * (holders - 1) / holders
+    return total * job.passes
 
 
 def _shared(weight: Weight, job: Job) -> tuple[int, int]:

@@ -174,6 +174,7 @@ def plan_of(job: Job, room: Room, base: Job, levers: tuple[Lever, ...]) -> Plan:
     return Plan(job, room, memory_of(job), seconds_of(job, room), tuple(steps), missing(job, room))
 
 
+@lru_cache(maxsize=64)
 def without_levers(job: Job, room: Room) -> Job:
     """The job on all devices with every lever off.
 
