@@ -204,3 +204,13 @@ def test_lengths_are_read(text, tokens):
 def test_what_is_no_length_is_refused(text):
     with pytest.raises(ValueError, match="whole number of tokens"):
         parse_length(text)
+
+
+def test_a_pack_says_how_many_sequences_it_holds():
+    """Ids, targets and weights of all sequences of a step, 8 + 8 + 4 bytes a token, lie on every rank."""
+    one, three = (Job(TOY, 5000, number, dtype="float32") for number in (1, 3))
+    packs = [{term.name: term for term in plan_memory(job).phases["start"]}["pack"] for job in (one, three)]
+    assert [pack.num_bytes for pack in packs] == [5000 * 20, 3 * 5000 * 20]
+    assert packs[0].why.startswith("5,000 tokens: ids") and packs[1].why.startswith(
+        "3 sequences of 5,000 tokens"
+    )
