@@ -78,6 +78,34 @@ def test_loading_is_said_where_ranks_cut_the_model(call):
     assert "Loading" not in call("--model", "toy", "--length", "64k").out
 
 
+def test_room_that_would_buy_speed_is_named_and_is_true(call, tmp_path):
+    """What is said fits, and is as much faster when it is planned itself."""
+    asked = (
+        "--model",
+        "wide",
+        "--device",
+        "B200",
+        "--devices",
+        "2",
+        "--length",
+        "64k",
+        "--host-memory",
+        "64",
+    )
+    said = json.loads(call(*asked, "--write", "r.toml", "--json").out)
+    assert {each["setting"] for each in said["faster_with"]} == {
+        "memory.recompute = false",
+        "memory.keep_fronts = true",
+    }
+    for each in said["faster_with"]:
+        sets = ("--set", each["setting"].replace(" ", ""), "--device", "B200", "--host-memory", "64")
+        plan = json.loads(call("r.toml", *sets, "--json").out)
+        assert plan["fits"] and plan["device_bytes"] == each["device_bytes"]
+        rates = (plan["seconds"]["tokens_per_second"], said["seconds"]["tokens_per_second"])
+        assert rates[0] / rates[1] == pytest.approx(1 + each["gain"])
+    assert "planned faster: memory.recompute = false" in call(*asked).out
+
+
 def test_json_adds_up(call):
     plan = json.loads(call(*FLASH, "--length", "1M", "--json").out)
     assert plan["fits"] and plan["length"] == 2**20

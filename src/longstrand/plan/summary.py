@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from longstrand.errors import UserError
 from longstrand.plan.devices import GIB
-from longstrand.plan.room import Room, file_terms, host_terms, needed
-from longstrand.plan.search import Plan, Step
+from longstrand.plan.job import Job
+from longstrand.plan.room import Room, file_terms, host_terms, memory_of, missing, needed
+from longstrand.plan.rules import require_possible
+from longstrand.plan.search import Plan, Step, seconds_of
 from longstrand.plan.terms import Place, Term, total
 
 NOT_ON_A_GPU = (
@@ -16,6 +20,9 @@ NOT_ON_A_GPU = (
 )
 
 PLACES: dict[Place, str] = {"device": "a device", "host": "a host", "file": "a host's disk"}
+
+WORTH = 0.03
+"""Of the tokens per second: less is not worth a line."""
 
 COSTS = {
     "memory.tile": "launches and carries of smaller tiles",
@@ -82,6 +89,44 @@ def terms_in(plan: Plan, place: Place) -> tuple[Term, ...]:
     return (host_terms if place == "host" else file_terms)(plan.memory, plan.room)
 
 
+@dataclass(frozen=True)
+class Faster:
+    """A setting that no lever is, with which a plan fits too, in less time.
+
+    Attributes:
+        setting: as a line of TOML.
+        gain: of the tokens per second, relative.
+        device_bytes: what it then holds of a device.
+    """
+
+    setting: str
+    gain: float
+    device_bytes: int
+
+
+def faster_with(plan: Plan) -> list[Faster]:
+    """What spends the room that a plan leaves: graphs kept and not computed again, first halves kept between passes."""
+    found = list[Faster]()
+    settings = {"recompute": False} | ({"keep_fronts": True} if plan.job.parallel.context > 1 else {})
+    for name, value in settings.items() if plan.fits else ():
+        job = replace(plan.job, memory=plan.job.memory.model_copy(update={name: value}))
+        if job == plan.job or not _possible(job) or missing(job, plan.room):
+            continue
+        gain = plan.seconds.total / seconds_of(job, plan.room).total - 1
+        if gain > WORTH:
+            line = f"memory.{name} = {str(value).lower()}"
+            found.append(Faster(line, gain, memory_of(job).device_bytes))
+    return found
+
+
+def _possible(job: Job) -> bool:
+    try:
+        require_possible(job)
+    except UserError:
+        return False
+    return True
+
+
 def loading_bytes(plan: Plan) -> int:
     """Of host memory on each host before the first step: every rank makes the whole model, then keeps its part.
 
@@ -114,6 +159,7 @@ def as_dict(plan: Plan) -> dict[str, Any]:
         "host": {"bytes": total(terms_in(plan, "host")), "terms": _dicts(terms_in(plan, "host"))},
         "files": {"bytes": total(terms_in(plan, "file")), "terms": _dicts(terms_in(plan, "file"))},
         "loading_bytes_per_host": loading_bytes(plan),
+        "faster_with": [asdict(each) for each in faster_with(plan)],
         "seconds": {
             "total": plan.seconds.total,
             "tokens_per_second": plan.seconds.tokens_per_second(job),
