@@ -56,9 +56,9 @@ def show_plan(plan: Plan, model: str, console: Console) -> None:
         console.print(Padding(Text(each, "dim"), (0, 0, 0, 2)))
     console.print("  seconds: --json says from which part of which rate each is", style="dim")
     _show_calibrated(plan, console)
-    for each in faster_with(plan):
-        words = f"{each.gain:.0%} more tokens/s, {gib(each.device_bytes)} GiB per device"
-        console.print(f"Fits too, and is planned faster: {each.setting} ({words}).", markup=False)
+    for other in faster_with(plan):
+        words = f"{other.gain:.0%} more tokens/s, {gib(other.device_bytes)} GiB per device"
+        console.print(f"Fits too, and is planned faster: {other.setting} ({words}).", markup=False)
     if loading := loading_bytes(plan):
         words = "before its first step each rank makes the whole model, then keeps its part; not judged"
         console.print(f"Loading takes {gib(loading)} GiB of each host: {words}.", markup=False)
