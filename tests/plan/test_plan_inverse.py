@@ -19,6 +19,7 @@ from longstrand.plan.search import search
         (toy_job(), small_room(GIB / 4, host_bytes=GIB * 4, file_bytes=2 * GIB)),
         (toy_job(), Room(find_device("CPU"), 1, host_bytes=2 * GIB, file_bytes=20 * GIB)),
         (Job(SLICE, 2**20), Room(find_device("H200"), 1, host_bytes=1000 * GIB, file_bytes=0)),
+        (Job(SLICE, 2**20, kind="gpu"), Room(find_device("H200"), 1, host_bytes=256 * GIB, file_bytes=0)),
     ],
 )
 def test_the_longest_sequence_fits_and_a_thousand_tokens_more_do_not(job, room):

@@ -140,11 +140,14 @@ def _longest_with(levers: Job, room: Room, fitting: int) -> int:
         return room_left(replace(levers, length=length), room)
 
     low, high = fitting, LONGEST
-    at_low, at_high, stayed = float(max(left(low), 0)), float(left(high)), 0
+    at_low, at_high, stayed = float(left(low)), float(left(high)), 0
+    if at_low < 0:
+        return fitting
     if at_high >= 0:
         return LONGEST - LENGTHS
     while high - low > LENGTHS:
-        near = low + int((high - low) * at_low / (at_low - at_high)) // LENGTHS * LENGTHS
+        part = at_low / (at_low - at_high) if at_low > 0 else 0.5  # a limit that is met whatever the length: no line
+        near = low + int((high - low) * part) // LENGTHS * LENGTHS
         length = min(max(near, low + LENGTHS), (high - 1) // LENGTHS * LENGTHS)
         found = left(length)
         if found >= 0:
