@@ -146,7 +146,9 @@ def _longest_with(levers: Job, room: Room, fitting: int) -> int:
     if at_high >= 0:
         return LONGEST - LENGTHS
     while high - low > LENGTHS:
-        part = at_low / (at_low - at_high) if at_low > 0 else 0.5  # a limit that is met whatever the length: no line
+        part = (
+            at_low / (at_low - at_high) if at_low > 0 else 0.5
+        )  # a limit that is met whatever the length: no line
         near = low + int((high - low) * part) // LENGTHS * LENGTHS
         length = min(max(near, low + LENGTHS), (high - 1) // LENGTHS * LENGTHS)
         found = left(length)
