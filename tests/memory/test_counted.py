@@ -12,15 +12,6 @@ from longstrand.memory.counted import CountedMemory
 from longstrand.ops.native import build
 
 
-@pytest.fixture
-def counted():
-    memory = CountedMemory(torch.device("cpu"))
-    if memory.why_not is not None:
-        pytest.skip(memory.why_not)
-    memory.take()
-    return memory
-
-
 def test_a_tensor_counts_with_all_its_bytes_while_it_lives(counted):
     before = counted.live()
     x = torch.empty(1000, 33)

@@ -1,6 +1,5 @@
 """Large blocks of the counting allocator: what a process holds follows what lives, and no block lies over another."""
 
-import gc
 import os
 import random
 import subprocess
@@ -9,22 +8,11 @@ import sys
 import pytest
 import torch
 
-from longstrand.memory.counted import CountedMemory
 from longstrand.peak_memory import resident_bytes
 
 MIB = 2**20
 OTHER = 6 * MIB
 """What else of a process moves meanwhile."""
-
-
-@pytest.fixture
-def counted():
-    memory = CountedMemory(torch.device("cpu"))
-    if memory.why_not is not None:
-        pytest.skip(memory.why_not)
-    gc.collect()
-    memory.take()
-    return memory
 
 
 def test_blocks_that_come_and_go_keep_what_was_written(counted):

@@ -27,6 +27,7 @@ class CountedMemory:
     Attributes:
         why_not: why nothing is counted; None where it is.
         has_pages: whether large blocks lie in pages of their own; not where the system gives no addresses for them.
+            None where nothing is counted, and on a GPU.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -35,7 +36,7 @@ class CountedMemory:
         self.why_not: str | None = None
         if self._cuda is None:
             self._counter, self.why_not = _started()
-        self.has_pages = self._counter is not None and bool(self._counter.has_pages())
+        self.has_pages = None if self._counter is None else bool(self._counter.has_pages())
 
     def live(self) -> int | None:
         """Bytes that live now; None where nothing is counted."""

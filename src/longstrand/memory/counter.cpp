@@ -88,7 +88,11 @@ struct Counter final : c10::Allocator {
 
 extern "C" {
 
-bool has_pages();
+// Whether large blocks lie in pages of our own: there are addresses for them.
+bool has_pages() {
+  static const bool has = pages.reserve(kAddresses);
+  return has;
+}
 
 // Whether it counts from now on: not where torch's allocator has no one deleter to give blocks back to, nor where another
 // allocator keeps its place before this one.
@@ -100,12 +104,6 @@ bool start_counting() {
   has_pages();
   c10::SetCPUAllocator(&counter, 1);
   return c10::GetCPUAllocator() == &counter;
-}
-
-// Whether large blocks lie in pages of our own: there are addresses for them.
-bool has_pages() {
-  static const bool has = pages.reserve(kAddresses);
-  return has;
 }
 
 int64_t live_bytes() {

@@ -133,7 +133,8 @@ def _longest_with(levers: Job, room: Room, fitting: int) -> int:
     """The largest multiple of `LENGTHS` that fits with these levers; `fitting` where that does only with others.
 
     Bytes grow nearly in proportion to the length: where the line from one end to the other meets the limit is close.
-    An end that stays counts half the next time, so that both close in (Illinois).
+    An end that stays counts half the next time, so that both close in (Illinois). Where a limit is met exactly
+    whatever the length, as a disk of which nothing is used, there is no such line, and the middle is tried.
     """
 
     def left(length: int) -> int:
@@ -146,9 +147,7 @@ def _longest_with(levers: Job, room: Room, fitting: int) -> int:
     if at_high >= 0:
         return LONGEST - LENGTHS
     while high - low > LENGTHS:
-        part = (
-            at_low / (at_low - at_high) if at_low > 0 else 0.5
-        )  # a limit that is met whatever the length: no line
+        part = at_low / (at_low - at_high) if at_low > 0 else 0.5
         near = low + int((high - low) * part) // LENGTHS * LENGTHS
         length = min(max(near, low + LENGTHS), (high - 1) // LENGTHS * LENGTHS)
         found = left(length)

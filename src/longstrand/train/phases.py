@@ -56,7 +56,6 @@ class Phases:
 
     def __init__(self, memory: PeakMemory, device: torch.device) -> None:
         self._memory, self._counted = memory, CountedMemory(device)
-        self._on_cpu = device.type == "cpu"
         self._largest = 0
         self.found: dict[str, Phase] = {}
         self.begin()
@@ -65,7 +64,7 @@ class Phases:
     @property
     def has_heap(self) -> bool:
         """Whether large tensors of a CPU lie in the C library's heap, with its holes, though they are counted."""
-        return self._on_cpu and self._counted.why_not is None and not self._counted.has_pages
+        return self._counted.has_pages is False
 
     @property
     def why_not(self) -> str | None:
