@@ -1,6 +1,7 @@
 """Shapes by name: what is shipped, a slice of it, and configs of one's own."""
 
 import json
+from pathlib import Path
 
 import pytest
 from planned import REAL, SLICE, TOY
@@ -36,6 +37,16 @@ def test_a_config_and_a_folder_are_read(tmp_path):
     as_file, as_folder = find_shape(str(tmp_path / "config.json")), find_shape(str(tmp_path))
     assert as_file.shape == as_folder.shape and as_file.shape.vocab_size == 999
     assert (as_file.is_folder, as_folder.is_folder) == (False, True)
+
+
+def test_a_config_is_read_again_where_it_has_changed(tmp_path, monkeypatch):
+    for folder, vocab_size in (("one", 300), ("two", 400)):
+        (tmp_path / folder).mkdir()
+        monkeypatch.chdir(tmp_path / folder)
+        Path("config.json").write_text(json.dumps(TOY.to_hf() | {"vocab_size": vocab_size}))
+        assert find_shape("config.json").shape.vocab_size == vocab_size
+    Path("config.json").write_text(json.dumps(TOY.to_hf() | {"vocab_size": 500}))
+    assert find_shape("config.json").shape.vocab_size == 500
 
 
 @pytest.mark.parametrize(

@@ -47,8 +47,9 @@ def find_shape(name_or_config: str) -> FoundShape:
     if name_or_config in _SLICES:
         return _slice(name_or_config)
     if name_or_config in built_in_shapes():
-        file = _CONFIGS / f"{name_or_config}.json"
-        return FoundShape(name_or_config, _read(file), f"shipped config {name_or_config}", name_or_config)
+        return FoundShape(
+            name_or_config, _shipped(name_or_config), f"shipped config {name_or_config}", name_or_config
+        )
     if not has_its_home(name_or_config) or "\0" in name_or_config:
         raise UserError(f"--model {name_or_config!r}: no valid path; write it in full")
     path = Path(name_or_config).expanduser()
@@ -71,7 +72,7 @@ def find_shape(name_or_config: str) -> FoundShape:
 
 def _slice(name: str) -> FoundShape:
     whole_name, layers = _SLICES[name]
-    whole = _read(_CONFIGS / f"{whole_name}.json")
+    whole = _shipped(whole_name)
     shape = replace(
         whole,
         num_hidden_layers=layers,
@@ -87,6 +88,10 @@ def _slice(name: str) -> FoundShape:
 
 
 @cache
+def _shipped(name: str) -> Architecture:
+    return _read(_CONFIGS / f"{name}.json")
+
+
 def _read(path: Path) -> Architecture:
     try:
         values = json.loads(path.read_bytes())
