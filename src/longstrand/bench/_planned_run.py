@@ -30,8 +30,9 @@ from longstrand.train.step import take_step
 Indexer = Literal["frozen", "sparse", "warmup"]
 Balance = Literal["none", "bias", "aux"]
 
-LONG_TOKENS = 65_536  # beyond, one step has to do
-WARM_TOKENS = 32_768  # of a sequence: enough for experts to meet most numbers of rows
+STEPS = 2
+LONG_TOKENS = 65_536  # beyond, one step has to do, after two of fewer tokens
+WARM_TOKENS = 32_768  # of a sequence that is longer than that: experts meet most numbers of rows
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,7 @@ class Found:
     Attributes:
         counted: most living tensor bytes of a step.
         resident: most resident memory of a step above the process's own.
-        baseline: the process's own resident memory, measured once it has trained a step of the case, or of its first
+        baseline: the process's own resident memory, measured once it has trained steps of the case, or of its first
             tokens, and no tensor lives: libraries, their scratch, what oneDNN keeps for each bfloat16 shape.
         phases: `counted` by phase.
         before: living tensor bytes while the model is made whole and cut, which no plan has.
@@ -135,9 +136,9 @@ def _measure(values: dict[str, Any]) -> Found:
     torch.set_num_threads(1)
     case, counted = Case(**values), CountedMemory(torch.device("cpu"))
     assert counted.why_not is None, counted.why_not
-    warm = replace(case, length=min(case.length, WARM_TOKENS), sequences=case.job.parallel.data)
+    warm = replace(case, length=WARM_TOKENS) if case.length > LONG_TOKENS else case
     with PeakMemory() as memory:
-        _steps(warm, 1)
+        _steps(warm, STEPS)
         gc.collect()
         living, held = dict[str, int](), dict[str, int]()
 
@@ -147,7 +148,7 @@ def _measure(values: dict[str, Any]) -> Found:
 
         ended("before")
         baseline = resident_bytes() - (counted.live() or 0)
-        _steps(case, 1 if case.length > LONG_TOKENS else 2, ended)
+        _steps(case, 1 if case.length > LONG_TOKENS else STEPS, ended)
         before, _ = living.pop("before"), held.pop("before")
         return Found(max(living.values()), max(held.values()) - baseline, baseline, living, before)
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from longstrand.errors import UserError
 from longstrand.ops.native.build import CannotBuild, loaded_library
 from longstrand.ops.native.forms import tell_kernel
+from longstrand.ops.native.products import bound_products
 
 Choice = Literal["auto", "native", "portable"]
 SUFFIX = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
@@ -46,6 +47,7 @@ def use_native(choice: Choice) -> NativeState:
         UserError: `native` was asked and cannot be had.
     """
     global _library, _state
+    bound_products()
     _library, _state = None, NativeState(False, ASKED)
     if choice == "portable":
         return _state
