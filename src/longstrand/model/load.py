@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,12 +18,8 @@ from longstrand.model.init import DrawnWeights, Init
 from longstrand.model.model import Model
 from longstrand.ops.precision import wide_dtype
 
-
-class Weights(Protocol):
-    """Where a model's numbers come from."""
-
-    def fill(self, targets: Mapping[str, Tensor]) -> None:
-        """Writes the numbers of parameters and buffers; one call after the other, in the order of the names."""
+Weights = FolderWeights | DrawnWeights
+"""Where a model's numbers come from: `fill` writes those of a part of it."""
 
 
 def load_model(
@@ -65,7 +61,10 @@ def outline_model(
 
 @contextmanager
 def open_weights(
-    folder_or_config: str | Path | dict[str, Any] | Architecture, model: Model, seed: int = 0, init: Init = "fan_in"
+    folder_or_config: str | Path | dict[str, Any] | Architecture,
+    model: Model,
+    seed: int = 0,
+    init: Init = "fan_in",
 ) -> Iterator[Weights]:
     """The numbers for a model of this folder or config; the model will know the folder as its source.
 
