@@ -42,6 +42,8 @@ def parallelize(
     """
     # 1. Tokens: each rank of `context` computes its segments of every pack, see SharedWalk.
     model.mesh, model.segments = mesh, segments
+    if mesh.world.size == 1 and weights is None:
+        return model
     sharding = Sharding(model, mesh) if shard and mesh.devices is not None else None
     spread = spread_of(model, mesh.expert, receive)
     filled = partial(_fill, weights)
