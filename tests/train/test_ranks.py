@@ -1,5 +1,6 @@
 """A run on several ranks is the run on one: same losses, same weights, same files, and an end for all at once."""
 
+import dataclasses
 import errno
 import json
 import os
@@ -10,16 +11,19 @@ from pathlib import Path
 import pytest
 import torch
 from tiny_runs import checkpoints, metrics, recipe_in, signal_at_step
-from tiny_training import documents, optimizer_of, packs, settings, tiny_model, weights
+from tiny_training import TINY, documents, optimizer_of, packs, settings, tiny_model, weights
 
 from longstrand import evaluate
+from longstrand.config import ModelSection
 from longstrand.data import Pack
 from longstrand.errors import CheckFailed, RunFailed, UserError
 from longstrand.memory import Levers
 from longstrand.memory.spool import Spool, remove_stale_spools
+from longstrand.model import load_model, save_model
+from longstrand.model.hf.files import WeightFiles
 from longstrand.parallel import all_ranks, from_all, make_mesh, one_process, run_ranks
 from longstrand.state import load_checkpoint
-from longstrand.train import sft
+from longstrand.train import loading, sft
 from longstrand.train.sft import train
 from longstrand.train.signals import Stopped
 from longstrand.train.step import take_step
@@ -147,7 +151,7 @@ def _signalled(recipe, module, name, ranks):
     """These ranks get SIGTERM when the function is first called, the other one meanwhile goes on."""
     plain, calls = getattr(module, name), []
 
-    def function(*arguments):
+    def function(*arguments, **options):
         calls.append(1)
         if len(calls) == 1:
             processes = from_all(all_ranks(), os.getpid())
@@ -155,7 +159,7 @@ def _signalled(recipe, module, name, ranks):
                 time.sleep(0.5)  # in an exchange of a pass the other one waits for this one
                 for rank in ranks:
                     os.kill(processes[rank], signal.SIGTERM)
-        return plain(*arguments)
+        return plain(*arguments, **options)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, name, function)
@@ -169,8 +173,9 @@ def _signalled(recipe, module, name, ranks):
         (evaluate, "_logprobs", r"no step was taken; go on with longstrand train .* --resume"),
         (sft, "prepare", "no step was taken; start it again"),
         (sft, "spread", "no step was taken; start it again"),
+        (loading, "parallelize", "no step was taken; start it again"),
     ],
-    ids=["evaluate", "prepare", "spread"],
+    ids=["evaluate", "prepare", "spread", "loading"],
 )
 def test_a_signal_before_the_first_step_ends_all(tmp_path, module, name, words, ranks):
     recipe = _recipe(tmp_path, "parallel.data=2", out="two")
@@ -188,6 +193,23 @@ def test_what_the_first_rank_refuses_all_refuse(tmp_path):
         run_ranks(2, _train, recipe, start="fork", timeout=100)
     with pytest.raises(UserError, match=r"2 x 1: must be the number of processes, 1"):
         train(recipe)
+
+
+def test_weights_that_one_rank_cannot_read_end_all(tmp_path):
+    """Each rank reads by itself: where only one of them fails, its words are those of all."""
+    folder = save_model(load_model(dataclasses.replace(TINY, vocab_size=256)), tmp_path / "model")
+    drawn = _recipe(tmp_path, "parallel.data=2", out="two")
+    recipe = drawn.model_copy(update={"model": ModelSection(path=str(folder))})
+    with pytest.raises(UserError, match="holds numbers that are not finite"):
+        run_ranks(2, _train_with_a_bad_file_on, 1, recipe, start="fork", timeout=100)
+    assert not (tmp_path / "two/metrics.jsonl").exists()
+
+
+def _train_with_a_bad_file_on(rank, recipe):
+    with pytest.MonkeyPatch.context() as patch:
+        if torch.distributed.get_rank() == rank:
+            patch.setattr(WeightFiles, "read", lambda *_: torch.full((1,), float("nan")))
+        return train(recipe)
 
 
 def _resumed(recipe):

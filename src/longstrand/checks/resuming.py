@@ -79,7 +79,8 @@ def _go(run: Run, part: Part, axes: ParallelSection) -> State:
     """On every rank."""
     given = run.recipe.run.model_copy(update={"threads": threads_of_each(run.recipe, axes)})
     recipe = run.recipe.model_copy(update={"parallel": axes, "run": given})
-    training, folder = spread(recipe, prepare(recipe), mesh_of(axes)), Path(run.folder)
+    mesh, folder = mesh_of(axes), Path(run.folder)
+    training = spread(recipe, prepare(recipe, outlined=mesh.world.size > 1), mesh)
     loss = math.nan
     packs: Packs = ()
     if part == "second step":

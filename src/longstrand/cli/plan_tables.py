@@ -60,8 +60,8 @@ def show_plan(plan: Plan, model: str, console: Console) -> None:
         words = f"{other.gain:.0%} more tokens/s, {gib(other.device_bytes)} GiB per device"
         console.print(f"Fits too, and is planned faster: {other.setting} ({words}).", markup=False)
     if loading := loading_bytes(plan):
-        words = "before its first step each rank makes the whole model, then keeps its part; not judged"
-        console.print(f"Loading takes {gib(loading)} GiB of each host: {words}.", markup=False)
+        words = "each rank reads a layer whole, then keeps its part of it; not judged"
+        console.print(f"Loading takes up to {gib(loading)} GiB of each host: {words}.", markup=False)
     if not plan.room.is_cpu:
         console.print(NOT_ON_A_GPU, markup=False)
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Literal, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 Init = Literal["fan_in", "class"]
 
@@ -14,22 +15,28 @@ ONES = ("norm.weight", "_layernorm.weight", "_scale", "index_kpool_compress_gate
 ZEROS = ("A_log", "_base", "index_kpool_compress_ape", "norm.bias", "e_score_correction_bias")
 
 
-@torch.no_grad()
-def draw_weights(model: nn.Module, seed: int, init: Init, initializer_range: float) -> None:
-    """Fills every parameter, in the order of their names, from one float32 stream of the seed.
+class DrawnWeights:
+    """Weights from one float32 stream of a seed, parameter after parameter in the order of their names.
 
     `fan_in`: standard deviation 1/sqrt(inputs), embedding 1. `class`: the config's `initializer_range` for both, as
     the transformers class does. Either way A_log 0, dt_bias the inverse softplus of a log-uniform 1e-3..1e-1,
     hyper-connections 0.02 / 0 / 1, the pool gate ones and its position bias 0.
     """
-    if init not in get_args(Init):
-        raise ValueError(f"init = {init!r}: must be one of {', '.join(get_args(Init))}")
-    generator = torch.Generator().manual_seed(seed)
-    for name, parameter in sorted(model.named_parameters()):
-        parameter.copy_(_drawn(name, parameter.shape, generator, init, initializer_range))
-    for name, buffer in model.named_buffers():
-        if name.endswith("e_score_correction_bias"):
-            buffer.zero_()
+
+    def __init__(self, seed: int, init: Init, initializer_range: float) -> None:
+        if init not in get_args(Init):
+            raise ValueError(f"init = {init!r}: must be one of {', '.join(get_args(Init))}")
+        self._generator = torch.Generator().manual_seed(seed)
+        self._init, self._range = init, initializer_range
+        self._last = ""
+
+    @torch.no_grad()
+    def fill(self, targets: Mapping[str, Tensor]) -> None:
+        """Draws parameters and buffers of a model by name; one call after the other, in the order of the names."""
+        for name, target in sorted(targets.items()):
+            assert name > self._last, f"{name} comes after {self._last} in the stream"
+            self._last = name
+            target.copy_(_drawn(name, target.shape, self._generator, self._init, self._range))
 
 
 def _drawn(

@@ -4,33 +4,69 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
 
 from longstrand.model.ffn import MixtureOfExperts
+from longstrand.model.load import Weights, make_room
 from longstrand.model.model import Model
-from longstrand.model.sharding import shard_weights
+from longstrand.model.sharding import Sharding
 from longstrand.parallel import Axis, Mesh, Spread
 
 
 def parallelize(
-    model: Model, mesh: Mesh, *, segments: int | None = None, receive: int = 4096, shard: bool = True
+    model: Model,
+    mesh: Mesh,
+    *,
+    segments: int | None = None,
+    receive: int = 4096,
+    shard: bool = True,
+    weights: Weights | None = None,
 ) -> Model:
     """Makes a model one rank's part of a mesh; on one process it stays as it is. The order matters.
+
+    With `weights`, no rank ever holds more than its part, one whole layer, and the embedding.
 
     Args:
         model: the same on all ranks, with what trains marked (`requires_grad`).
         segments: of each pack per context rank; None: the fewest that balance attention.
         receive: most rows, a token with one of its experts each, that a rank receives at once.
         shard: False leaves every rank all weights; gradients are then the caller's to sum.
+        weights: for a model that is only outlined: what it is filled from, on the CPU.
+
+    Raises:
+        UserError: the sizes do not fit the model, or the weights cannot be used. No rank waits for another here once
+            the mesh has its views.
     """
     # 1. Tokens: each rank of `context` computes its segments of every pack, see SharedWalk.
     model.mesh, model.segments = mesh, segments
-    # 2. Experts: each rank of `expert` keeps its own; tokens go to them.
-    spread_experts(model, mesh.expert, receive)
-    # 3. Weights: every rank keeps its rows; a pass gathers a layer at a time and reduces its gradients once.
-    return shard_weights(model, mesh) if shard else model
+    if mesh.world.size == 1 and weights is None:
+        return model
+    sharding = Sharding(model, mesh) if shard and mesh.devices is not None else None
+    spread = spread_of(model, mesh.expert, receive)
+    filled = partial(_fill, weights)
+    filled(model.embed_tokens, "embed_tokens.")
+    for index in sorted(range(len(model.layers)), key=str):  # as their names are ordered
+        layer = model.layers[index]
+        filled(layer, f"layers.{index}.")
+        # 2. Experts: each rank of `expert` keeps its own; tokens go to them.
+        if spread is not None:
+            _keep_own_experts(layer, spread)
+        # 3. Weights: every rank keeps its rows; a pass gathers a layer at a time and reduces its gradients once.
+        if sharding is not None:
+            sharding.layer(layer)
+    filled(model.lm_head, "lm_head.")
+    filled(model.norm, "norm.")
+    if sharding is not None:
+        sharding.root()
+    return model
+
+
+def _fill(weights: Weights | None, module: nn.Module, prefix: str) -> None:
+    if weights is not None:
+        weights.fill(make_room(module, torch.device("cpu"), prefix))
 
 
 @dataclass(frozen=True)
@@ -46,8 +82,7 @@ class ExpertPart:
     first: int
 
 
-@torch.no_grad()
-def spread_experts(model: nn.Module, axis: Axis, receive: int) -> Spread | None:
+def spread_experts(model: Model, axis: Axis, receive: int) -> Spread | None:
     """Leaves each rank of an axis its part of the routed experts, of every layer; tokens will go to them.
 
     A parameter stays the same object, with fewer rows. Its gradient will hold the sums over the ranks of the axis; what
@@ -64,17 +99,27 @@ def spread_experts(model: nn.Module, axis: Axis, receive: int) -> Spread | None:
     Raises:
         UserError: the axis does not divide the number of experts, or `receive` is less than a row per rank.
     """
-    spread: Spread | None = None
-    if axis.size == 1:
-        return spread
-    for _, mixture in _mixtures(model):
+    spread = spread_of(model, axis, receive)
+    if spread is not None:
+        _keep_own_experts(model, spread)
+    return spread
+
+
+def spread_of(model: Model, axis: Axis, receive: int) -> Spread | None:
+    """What `spread_experts` returns, before any expert has moved."""
+    if axis.size == 1 or not any(_mixtures(model)):
+        return None
+    return Spread(axis, model.architecture.n_routed_experts, receive)
+
+
+@torch.no_grad()
+def _keep_own_experts(module: nn.Module, spread: Spread) -> None:
+    for _, mixture in _mixtures(module):
         assert mixture.spread is None, "the experts are spread already"
-        spread = spread or Spread(axis, mixture.num_experts, receive)
         mixture.spread = spread
         for parameter in mixture.experts.parameters():
             # A copy: what is left behind is freed.
             parameter.data = parameter.data[spread.first : spread.first + spread.per_rank].clone()
-    return spread
 
 
 def expert_parts(model: nn.Module) -> dict[str, ExpertPart]:

@@ -16,30 +16,48 @@ from longstrand.model.shards import ShardedWeight, Shards
 from longstrand.parallel import Axis, Mesh
 
 
-def shard_weights(model: Model, mesh: Mesh) -> Model:
+class Sharding:
     """Leaves each rank its rows of every weight; a pass gathers one layer at a time, and the root around it.
 
-    All ranks hold the same model before, and what is trained is set. In a bfloat16 model the small float32 tensors stay
-    whole on every rank: a group of FSDP has one dtype, and they would silently arrive rounded. Experts that are spread
-    over `mesh.expert` are sharded over the ranks that hold the same ones.
+    All ranks hold the same shapes before, and what is trained is set. In a bfloat16 model the small float32 tensors
+    stay whole on every rank: a group of FSDP has one dtype, and they would silently arrive rounded. Experts that are
+    spread over `mesh.expert` are sharded over the ranks that hold the same ones.
 
     Memory: 1/ranks of the weights, of their gradients and of what an optimizer keeps for them, and one layer and the
-    root gathered.
+    root gathered. A layer is cut by itself, so that the others need not be whole, nor have numbers yet.
 
-    Returns: the model itself, as it was where there is one process.
+    Args:
+        mesh: of several processes.
     """
-    if mesh.devices is None or mesh.expert_devices is None:
-        return model
-    everywhere = mesh.view("world", mesh.devices.device_type)
-    replicas = mesh.expert_devices["expert_replicas"]
-    whole = {p for p in model.parameters() if p.dtype != model.embed_tokens.weight.dtype}
-    for layer in model.layers:
+
+    def __init__(self, model: Model, mesh: Mesh) -> None:
+        assert mesh.devices is not None and mesh.expert_devices is not None
+        self._model, self._mesh = model, mesh
+        self._everywhere = mesh.view("world", mesh.devices.device_type)
+        self._replicas = mesh.expert_devices["expert_replicas"]
+        self._whole = {p for p in model.parameters() if p.dtype != model.embed_tokens.weight.dtype}
+
+    def layer(self, layer: nn.Module) -> None:
+        """Cuts a layer, whose experts are spread already."""
         assert isinstance(layer, Layer)
-        groups: list[tuple[nn.Module, DeviceMesh, Axis]] = [(layer, everywhere, mesh.world)]
-        if mesh.expert.size > 1 and isinstance(layer.mlp, MixtureOfExperts):
-            groups.insert(0, (layer.mlp.experts, replicas, mesh.expert_replicas))
-        layer.shards = _shard(groups, whole, mesh.world)
-    model.shards = _shard([(model, everywhere, mesh.world)], whole, mesh.world)
+        groups: list[tuple[nn.Module, DeviceMesh, Axis]] = [(layer, self._everywhere, self._mesh.world)]
+        if self._mesh.expert.size > 1 and isinstance(layer.mlp, MixtureOfExperts):
+            groups.insert(0, (layer.mlp.experts, self._replicas, self._mesh.expert_replicas))
+        layer.shards = _shard(groups, self._whole, self._mesh.world)
+
+    def root(self) -> None:
+        """Cuts what is no layer's, once all layers are cut."""
+        groups: list[tuple[nn.Module, DeviceMesh, Axis]] = [(self._model, self._everywhere, self._mesh.world)]
+        self._model.shards = _shard(groups, self._whole, self._mesh.world)
+
+
+def shard_weights(model: Model, mesh: Mesh) -> Model:
+    """Cuts a model as `Sharding` says; returns the model itself, as it was where there is one process."""
+    if mesh.devices is not None:
+        sharding = Sharding(model, mesh)
+        for layer in model.layers:
+            sharding.layer(layer)
+        sharding.root()
     return model
 
 

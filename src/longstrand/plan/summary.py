@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -10,6 +11,7 @@ from longstrand.errors import UserError
 from longstrand.plan.devices import GIB
 from longstrand.plan.job import Job
 from longstrand.plan.room import Room, file_terms, host_terms, memory_of, missing, needed
+from longstrand.plan.rows import rows_of
 from longstrand.plan.rules import require_possible
 from longstrand.plan.search import Plan, Step, seconds_of
 from longstrand.plan.terms import Place, Term, total
@@ -128,12 +130,21 @@ def _possible(job: Job) -> bool:
 
 
 def loading_bytes(plan: Plan) -> int:
-    """Of host memory on each host before the first step: every rank makes the whole model, then keeps its part.
+    """At most of host memory on each host before the first step, where a rank cuts the model layer by layer.
 
-    No limit is judged by it, since levers change nothing there. One rank keeps all that it makes.
+    That is its part, the largest layer whole and its own rows of it once or twice more, and the embedding. One process
+    keeps all that it makes.
     """
-    whole = sum(weight.num_bytes for weight in plan.job.weights())
-    return plan.room.ranks_per_host * whole if plan.job.world > 1 else 0
+    job = plan.job
+    if job.world == 1:
+        return 0
+    layers: dict[int | None, int] = defaultdict(int)
+    for weight in job.weights():
+        layers[weight.layer] += weight.num_bytes
+    embedding = job.shape.vocab_size * job.shape.hidden_size * job.itemsize
+    copies = 1 + 1 / job.world + (1 / job.parallel.expert if job.parallel.expert > 1 else 0)
+    largest = max(layers[index] for index in range(job.shape.num_hidden_layers))
+    return plan.room.ranks_per_host * (rows_of(job).own_bytes + round(largest * copies) + embedding)
 
 
 def as_dict(plan: Plan) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,10 +16,10 @@ from rich.console import Console
 
 from longstrand.config import Recipe, TrainSection
 from longstrand.data import Data, DocumentPacks, Loader, Pack, open_data
-from longstrand.errors import CheckFailed, UserError
+from longstrand.errors import CheckFailed
 from longstrand.memory import Levers, levers_of
 from longstrand.model import Model, load_model
-from longstrand.model.parallelize import parallelize
+from longstrand.model.load import outline_model
 from longstrand.ops.native import native_state
 from longstrand.parallel import Mesh, by_first, make_mesh, one_process, said_once, together
 from longstrand.peak_memory import SOURCE, PeakMemory
@@ -29,6 +29,7 @@ from longstrand.train.evaluation import evaluate_once, evaluation_packs
 from longstrand.train.fit import require_effect, require_vocabulary
 from longstrand.train.forms import forms_of, write_forms
 from longstrand.train.levers import check_levers, check_machine, check_spool, clean_spool
+from longstrand.train.loading import place_model
 from longstrand.train.metrics import Metrics, open_sinks
 from longstrand.train.optimizer import Optimizer, freeze_all_but, trained_names
 from longstrand.train.phases import Phases
@@ -115,9 +116,10 @@ def check(recipe: Recipe, *, resume: bool = False) -> None:
 
 @dataclass(frozen=True)
 class Prepared:
-    """Data and model of a recipe, the same on every rank: each reads the same data and draws the same weights.
+    """Data and model of a recipe, the same on every rank.
 
     Attributes:
+        model: whole, or of shapes only, where `spread` fills each rank's part.
         trained: names of the parameters that learn.
     """
 
@@ -127,8 +129,11 @@ class Prepared:
     trained: list[str]
 
 
-def prepare(recipe: Recipe) -> Prepared:
+def prepare(recipe: Recipe, *, outlined: bool = False) -> Prepared:
     """Data and model of a resolved recipe; waits for no other rank.
+
+    Args:
+        outlined: the model gets its numbers in `spread`, so that a rank never holds more than its part and a layer.
 
     Raises:
         UserError: an input cannot be used, or data and model do not fit each other.
@@ -139,8 +144,11 @@ def prepare(recipe: Recipe) -> Prepared:
     source, dtype = model_source(recipe.model), getattr(torch, recipe.run.dtype)
     data = open_data(recipe.data, seed=recipe.run.seed, model_folder=source if source.is_dir() else None)
     loader = data.train_loader(recipe.train.sequences_per_step)
-    model = load_model(source, dtype, seed=recipe.run.seed, init=recipe.model.init)
-    require_finite(model, str(source))
+    if outlined:
+        model = outline_model(source, dtype)
+    else:
+        model = load_model(source, dtype, seed=recipe.run.seed, init=recipe.model.init)
+        require_finite(model, str(source))
     require_vocabulary(recipe, data, model.architecture)
     require_effect(recipe, model.architecture)
     names = trained_names(model.groups(), recipe.train)
@@ -149,8 +157,16 @@ def prepare(recipe: Recipe) -> Prepared:
     return Prepared(model, data, loader, names)
 
 
-def spread(recipe: Recipe, prepared: Prepared, mesh: Mesh) -> Training:
+def spread(
+    recipe: Recipe,
+    prepared: Prepared,
+    mesh: Mesh,
+    loading: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> Training:
     """This rank's part of the model, with its optimizer, at step 0; logs what they are.
+
+    Args:
+        loading: entered while a model that was only outlined is filled, which waits for no other rank.
 
     Raises:
         UserError: the model cannot be spread as `[parallel]` says.
@@ -166,14 +182,8 @@ def spread(recipe: Recipe, prepared: Prepared, mesh: Mesh) -> Training:
             recipe.parallel.data,
             missing,
         )
-    model, sizes = prepared.model, recipe.parallel
-    with said_once(mesh.world, UserError):
-        parallelize(
-            model,
-            mesh,
-            segments=sizes.segments_per_rank,
-            receive=sizes.receive_rows(recipe.memory.tile),
-        )
+    model = prepared.model
+    place_model(recipe, model, mesh, loading)
     with said_once(mesh.world, CheckFailed):
         forms_of(recipe, model).require(recipe.kernels.require)
     check_machine(recipe, model)
@@ -245,9 +255,11 @@ def _begun(run: _Run) -> tuple[Training, dict[str, DocumentPacks]]:
     nothing_yet = "no step was taken; start it again"
     with run.stop.leaving(nothing_yet, run.mesh.world) as leave_if_asked:
         with together(run.mesh.world), run.stop.leaving_at_once(nothing_yet):
-            prepared = prepare(run.recipe)
+            prepared = prepare(run.recipe, outlined=run.mesh.world.size > 1)
             packs = evaluation_packs(run.recipe, prepared.data)
-        training = spread(run.recipe, prepared, run.mesh)
+        training = spread(
+            run.recipe, prepared, run.mesh, loading=partial(run.stop.leaving_at_once, nothing_yet)
+        )
         leave_if_asked()
         restore(run.folder, training, run.recipe.train.steps)
         leave_if_asked()

@@ -65,6 +65,10 @@ class WeightFiles:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Gives its files back."""
         self._stack.close()
 
     def read(self, name: str, rows: tuple[int, int] | None = None) -> Tensor:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -62,26 +63,67 @@ def load_into(model: nn.Module, folder: Path) -> SourceInfo:
     Raises:
         UserError: a file or tensor is missing, extra, wrongly shaped or typed, not finite, or cut short.
     """
-    architecture = read_architecture(folder)
-    targets = named_tensors(model, architecture)
-    with WeightFiles(folder) as files, torch.no_grad():
-        source = _resolve(files, architecture)
-        for part, tensor in _read_parts(files, source):
-            target = targets[part.parameter].data[part.index]
-            if part == _TIED_HEAD:
-                _check_tied(files, target, tensor)
-                continue
-            if tensor.dtype != target.dtype:
-                name, word = full_name(part.tensor, source.prefix), str(target.dtype).removeprefix("torch.")
-                source.casts[f"{source.dtypes[name]} to {word}"] += 1
-                if not torch.isfinite(tensor.to(target.dtype)).all():
-                    raise UserError(
-                        f"{files.stored[name].file}: {name} holds numbers beyond {word}; load it as float64"
-                    )
-            target.copy_(tensor)
-    for cast, tensors in sorted(source.casts.items()):
-        _log.info("%s: %d tensors were cast from %s", folder, tensors, cast)
-    return source
+    with FolderWeights(folder) as weights:
+        weights.fill(named_tensors(model, weights.architecture))
+    return weights.source
+
+
+class FolderWeights:
+    """The weights of a folder, every tensor of it accounted for; a context manager that keeps its files open.
+
+    Attributes:
+        architecture: that its config describes.
+        source: what the model needs to be written back alike; `casts` are complete at the end.
+
+    Raises:
+        UserError: a file or tensor is missing, extra, wrongly shaped or typed.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.architecture = read_architecture(folder)
+        self._files = WeightFiles(folder)
+        try:
+            self.source = _resolve(self._files, self.architecture)
+        except BaseException:
+            self._files.close()
+            raise
+        self._parts: dict[str, list[Part]] = {}
+        for part in self.source.parts:
+            self._parts.setdefault(part.parameter, []).append(part)
+
+    def __enter__(self) -> FolderWeights:
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._files.close()
+        if error is None:
+            for cast, tensors in sorted(self.source.casts.items()):
+                _log.info("%s: %d tensors were cast from %s", self._files.folder, tensors, cast)
+
+    @torch.no_grad()
+    def fill(self, targets: Mapping[str, Tensor]) -> None:
+        """Reads parameters and buffers of a model by name, in the dtype that each has.
+
+        Raises:
+            UserError: a number is not finite, in the file or once it is cast, or a file is cut short.
+        """
+        for name, target in targets.items():
+            for part in self._parts[name]:
+                self._fill(target.data[part.index], part)
+
+    def _fill(self, target: Tensor, part: Part) -> None:
+        tensor = _read_part(self._files, self.source, part)
+        if part == _TIED_HEAD:
+            _check_tied(self._files, target, tensor)
+            return
+        if tensor.dtype != target.dtype:
+            name, word = full_name(part.tensor, self.source.prefix), str(target.dtype).removeprefix("torch.")
+            self.source.casts[f"{self.source.dtypes[name]} to {word}"] += 1
+            if not torch.isfinite(tensor.to(target.dtype)).all():
+                raise UserError(
+                    f"{self._files.stored[name].file}: {name} holds numbers beyond {word}; load it as float64"
+                )
+        target.copy_(tensor)
 
 
 def named_tensors(model: nn.Module, architecture: Architecture) -> dict[str, Tensor]:
@@ -178,16 +220,15 @@ def _check_scale(files: WeightFiles, name: str, quantised: bool) -> None:
         raise UserError(f"{found.file}: {scale} is {found.dtype} {list(found.shape)}; {rule}")
 
 
-def _read_parts(files: WeightFiles, source: SourceInfo) -> Iterator[tuple[Part, Tensor]]:
-    """Every part of every parameter, in the dtype of the file (FP8 as float32), one at a time."""
-    for part in source.parts:
-        name = full_name(part.tensor, source.prefix)
-        tensor = files.read(name, part.rows)
-        if source.dtypes[name] == FP8:
-            tensor = dequantise(tensor, files.read(scale_name(name)))
-        if not torch.isfinite(tensor).all():
-            raise UserError(f"{files.stored[name].file}: {name} holds numbers that are not finite")
-        yield part, tensor
+def _read_part(files: WeightFiles, source: SourceInfo, part: Part) -> Tensor:
+    """A part of a parameter, in the dtype of the file (FP8 as float32)."""
+    name = full_name(part.tensor, source.prefix)
+    tensor = files.read(name, part.rows)
+    if source.dtypes[name] == FP8:
+        tensor = dequantise(tensor, files.read(scale_name(name)))
+    if not torch.isfinite(tensor).all():
+        raise UserError(f"{files.stored[name].file}: {name} holds numbers that are not finite")
+    return tensor
 
 
 def _check_tied(files: WeightFiles, target: Tensor, tensor: Tensor) -> None:
