@@ -20,7 +20,7 @@ from longstrand.model.load import Weights, open_weights, outline_model
 from longstrand.model.parallelize import place_model
 from longstrand.ops.native import NativeState, use_native
 from longstrand.ops.padding import Tiles
-from longstrand.parallel import Mesh, all_ranks, make_mesh, one_process
+from longstrand.parallel import Mesh, all_ranks, make_mesh, one_process, said_once
 from longstrand.state import FOLDER, CheckpointWeights, latest_checkpoint
 
 _SHIPPED = Path(__file__).parent / "configs"
