@@ -9,8 +9,9 @@ import torch
 from longstrand.bench._small_models import model, pack
 from longstrand.config import ModelSection
 from longstrand.errors import UserError
+from longstrand.model.load import require_finite
 from longstrand.ops.native import build
-from longstrand.trained import Trained, model_source, require_finite
+from longstrand.trained import Trained, model_source
 
 
 def test_a_config_is_never_taken_for_weights_nor_a_folder_for_a_config(tmp_path):
@@ -54,7 +55,7 @@ def test_a_model_with_a_weight_that_is_no_number_is_refused_by_name():
         assert trained.token_logprobs(pack((40,))).isfinite().all()
     says = r"a model: 1 of [\d,]+ values of layers.1.self_attn.indexer.wk.weight are not finite"
     with pytest.raises(UserError, match=says):
-        require_finite(trained, "a model")
+        require_finite(trained.state_dict(), "a model")
 
 
 def test_the_tile_is_that_of_training():

@@ -131,8 +131,9 @@ def run_evaluation(
         CheckFailed: a log-probability that is not finite; or an op would not run in the form that the run's
             `kernels.require` names.
     """
-    with together(all_ranks()):
-        trained = load_trained(target)
+    world = all_ranks()
+    with together(world):
+        trained = load_trained(target, outlined=world.size > 1)
     mesh = trained.mesh(context, expert)
     errors = Console(stderr=True, soft_wrap=True, quiet=not mesh.first)
 

@@ -21,7 +21,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -30,6 +31,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
 from longstrand.errors import RunFailed, UserError
+from longstrand.model.load import require_finite
 from longstrand.parallel import Axis, by_first, said_once, together
 
 FOLDER = "checkpoints"
@@ -38,6 +40,7 @@ _NAME = re.compile(r"step_(\d{6,})")
 _SAVING, _DELETING = ".saving_", ".deleting_"
 _REFUSALS: tuple[type[BaseException], ...] = (OSError, RuntimeError, CheckpointException)
 _ALONE = Axis("world")
+_MODEL = "model."
 _log = logging.getLogger(__name__)
 
 
@@ -126,6 +129,41 @@ def load_checkpoint(
         with _one_process():  # each rank knows what it wants; no plan is to be made with others
             load(dict(tensors), storage_reader=reader, no_dist=True)
     return trainer
+
+
+class CheckpointWeights:
+    """The weights of a checkpoint's model, part by part, in one process or each rank for itself.
+
+    Args:
+        folder: a checkpoint.
+        model: names, shapes and dtypes; numbers are not needed.
+
+    Attributes:
+        step: optimizer steps that it was saved after.
+
+    Raises:
+        BrokenCheckpoint: the checkpoint is not whole.
+        UserError: it holds another model.
+    """
+
+    def __init__(self, folder: Path, model: nn.Module) -> None:
+        self.step = int(check_checkpoint(folder)["step"])
+        self._folder = folder
+        held = FileSystemReader(folder / "state").read_metadata().state_dict_metadata
+        wanted = {_MODEL + name: tensor for name, tensor in model.state_dict().items()}
+        _compare(folder, {name: value for name, value in held.items() if name.startswith(_MODEL)}, wanted)
+
+    @torch.no_grad()
+    def fill(self, targets: Mapping[str, Tensor]) -> None:
+        """Reads parameters and buffers of the model by name.
+
+        Raises:
+            UserError: a number is not finite.
+        """
+        tensors = {_MODEL + name: target.detach() for name, target in targets.items()}
+        with _one_process():
+            load(dict(tensors), storage_reader=FileSystemReader(self._folder / "state"), no_dist=True)
+        require_finite(targets, str(self._folder))
 
 
 def check_checkpoint(folder: Path) -> dict[str, Any]:

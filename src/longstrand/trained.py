@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -13,11 +16,12 @@ from longstrand.errors import CheckFailed, UserError
 from longstrand.model import Model, load_model
 from longstrand.model.forms import plan_forms
 from longstrand.model.given import Pass
-from longstrand.model.parallelize import parallelize
+from longstrand.model.load import Weights, open_weights, outline_model
+from longstrand.model.parallelize import place_model
 from longstrand.ops.native import NativeState, use_native
 from longstrand.ops.padding import Tiles
 from longstrand.parallel import Mesh, all_ranks, make_mesh, one_process, said_once
-from longstrand.state import FOLDER, latest_checkpoint, load_checkpoint
+from longstrand.state import FOLDER, CheckpointWeights, latest_checkpoint
 
 _SHIPPED = Path(__file__).parent / "configs"
 
@@ -31,6 +35,7 @@ class Trained:
         recipe: of the run it comes from; None for a Hugging Face folder.
         step: optimizer steps taken; 0 for a Hugging Face folder.
         folder: the Hugging Face folder that it is, or started from; None where its weights were drawn.
+        weights: opens the numbers of a model that is only outlined, for `spread`.
     """
 
     model: Model
@@ -38,6 +43,7 @@ class Trained:
     recipe: Recipe | None
     step: int
     folder: Path | None
+    weights: Callable[[], AbstractContextManager[Weights]] | None = None
 
     @property
     def tile(self) -> int:
@@ -55,16 +61,17 @@ class Trained:
     def spread(self, mesh: Mesh) -> Trained:
         """Makes its model one rank's part of a mesh, with the segments and rounds of the run's recipe.
 
-        Every rank has loaded the whole model before. Nothing happens on one process.
+        Raises:
+            UserError: on all ranks: the model cannot be spread like this, or its weights cannot be used.
         """
         settings = ParallelSection() if self.recipe is None else self.recipe.parallel
-        with said_once(mesh.world, UserError):  # every rank has the same model and sizes
-            parallelize(
-                self.model,
-                mesh,
-                segments=settings.segments_per_rank,
-                receive=settings.receive_rows(self.tile),
-            )
+        place_model(
+            self.model,
+            mesh,
+            self.weights,
+            segments=settings.segments_per_rank,
+            receive=settings.receive_rows(self.tile),
+        )
         return self
 
     def require_forms(self, tokens: int) -> None:
@@ -124,8 +131,11 @@ class Trained:
         return use_native("portable" if portable else "auto")
 
 
-def load_trained(target: Path) -> Trained:
+def load_trained(target: Path, *, outlined: bool = False) -> Trained:
     """The newest whole checkpoint of a run, a checkpoint, or the model of a Hugging Face folder.
+
+    Args:
+        outlined: the model gets its numbers in `spread`, so that a rank never holds more than its part and a layer.
 
     Raises:
         UserError: the folder is none of these, the run has no whole checkpoint, or a file in it is broken.
@@ -138,33 +148,17 @@ def load_trained(target: Path) -> Trained:
             raise UserError(
                 f"{target / FOLDER}: holds no whole checkpoint yet; train first, or name a model folder"
             )
-        return _from_checkpoint(newest, target)
+        return _from_checkpoint(newest, target, outlined)
     if (target / "manifest.json").exists() and (checkpoint.parent.parent / "run.toml").exists():
-        return _from_checkpoint(checkpoint, checkpoint.parent.parent)
+        return _from_checkpoint(checkpoint, checkpoint.parent.parent, outlined)
     if (target / "config.json").exists():
-        model = load_model(target)
-        require_finite(model, str(target))
-        return Trained(model, str(target), None, 0, target)
+        model = outline_model(target) if outlined else load_model(target)
+        return Trained(model, str(target), None, 0, target, partial(open_weights, target, model))
     raise UserError(
         f"{target}: not a run (run.toml), a checkpoint of one (manifest.json) or a model folder (config.json)"
         if target.is_dir()
         else f"{target}: no such folder; name a run, one of its checkpoints, or a model folder"
     )
-
-
-def require_finite(model: Model, where: str) -> None:
-    """An indexer hides it: a score that is no number selects other pools, and every log-probability stays finite.
-
-    Raises:
-        UserError: naming the first weight that is not finite.
-    """
-    for name, weight in model.named_parameters():
-        if not bool(torch.isfinite(weight).all()):
-            bad = int((~torch.isfinite(weight)).sum())
-            raise UserError(
-                f"{where}: {bad:,} of {weight.numel():,} values of {name} are not finite; take another checkpoint, or "
-                "save the model again"
-            )
 
 
 def model_source(model: ModelSection) -> Path:
@@ -192,12 +186,16 @@ def model_source(model: ModelSection) -> Path:
     return shipped
 
 
-def _from_checkpoint(checkpoint: Path, run: Path) -> Trained:
+def _from_checkpoint(checkpoint: Path, run: Path, outlined: bool) -> Trained:
     recipe = load_recipe(run / "run.toml")
     source = model_source(recipe.model)
     dtype = getattr(torch, recipe.run.dtype)
-    model = load_model(source, dtype, seed=recipe.run.seed, init=recipe.model.init)
-    weights = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
-    step = int(load_checkpoint(checkpoint, weights, prefix="model.")["step"])
-    require_finite(model, str(checkpoint))
-    return Trained(model, f"step {step:,} of {run}", recipe, step, source if source.is_dir() else None)
+    if outlined:
+        model = outline_model(source, dtype)
+        weights = CheckpointWeights(checkpoint, model)
+    else:
+        model = load_model(source, dtype, seed=recipe.run.seed, init=recipe.model.init)
+        weights = CheckpointWeights(checkpoint, model)
+        weights.fill(model.state_dict())
+    name, folder = f"step {weights.step:,} of {run}", source if source.is_dir() else None
+    return Trained(model, name, recipe, weights.step, folder, lambda: nullcontext(weights))

@@ -19,11 +19,11 @@ from longstrand.data import Pack
 from longstrand.errors import CheckFailed, RunFailed, UserError
 from longstrand.memory import Levers
 from longstrand.memory.spool import Spool, remove_stale_spools
-from longstrand.model import load_model, save_model
+from longstrand.model import load_model, parallelize, save_model
 from longstrand.model.hf.files import WeightFiles
 from longstrand.parallel import all_ranks, from_all, make_mesh, one_process, run_ranks
 from longstrand.state import load_checkpoint
-from longstrand.train import loading, sft
+from longstrand.train import sft
 from longstrand.train.sft import train
 from longstrand.train.signals import Stopped
 from longstrand.train.step import take_step
@@ -173,7 +173,7 @@ def _signalled(recipe, module, name, ranks):
         (evaluate, "_logprobs", r"no step was taken; go on with longstrand train .* --resume"),
         (sft, "prepare", "no step was taken; start it again"),
         (sft, "spread", "no step was taken; start it again"),
-        (loading, "parallelize", "no step was taken; start it again"),
+        (parallelize, "parallelize", "no step was taken; start it again"),
     ],
     ids=["evaluate", "prepare", "spread", "loading"],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -11,8 +12,9 @@ from longstrand.checks.sample import Packs, packs_of
 from longstrand.checks.watching import Found, Seen, WatchedOptimizer, Watcher, put_together
 from longstrand.config import ParallelSection, Recipe
 from longstrand.memory import Levers
-from longstrand.model import Model, load_model
-from longstrand.model.parallelize import parallelize
+from longstrand.model import Model
+from longstrand.model.load import open_weights, outline_model
+from longstrand.model.parallelize import place_model
 from longstrand.parallel import Mesh, make_mesh, one_process, run_ranks
 from longstrand.train.optimizer import freeze_all_but, trained_names
 from longstrand.train.step import take_step
@@ -67,11 +69,17 @@ def open_model(job: Job) -> tuple[Model, WatchedOptimizer]:
     recipe, mesh = job.recipe, mesh_of(job.axes)
     torch.manual_seed(recipe.run.seed)
     dtype = getattr(torch, job.dtype)
-    model = load_model(model_source(recipe.model), dtype, seed=recipe.run.seed, init=recipe.model.init)
+    source = model_source(recipe.model)
+    model = outline_model(source, dtype)
     names = trained_names(model.groups(), recipe.train)
     freeze_all_but(model, names)
-    receive = job.axes.receive_rows(job.levers.tile)
-    parallelize(model, mesh, segments=job.axes.segments_per_rank, receive=receive)
+    place_model(
+        model,
+        mesh,
+        partial(open_weights, source, model, recipe.run.seed, recipe.model.init),
+        segments=job.axes.segments_per_rank,
+        receive=job.axes.receive_rows(job.levers.tile),
+    )
     return model, WatchedOptimizer(model, names, recipe.train, mesh=mesh)
 
 

@@ -24,10 +24,10 @@ from longstrand.memory import Levers, SideLosses
 from longstrand.memory.protocol import Choices
 from longstrand.memory.tiles import Tile
 from longstrand.model import Model
-from longstrand.state import latest_checkpoint, load_checkpoint
+from longstrand.state import CheckpointWeights, latest_checkpoint
 from longstrand.train.run_folder import resolve_recipe
 from longstrand.train.sft import prepare
-from longstrand.trained import model_source, require_finite
+from longstrand.trained import model_source
 
 
 @dataclass(frozen=True)
@@ -158,10 +158,9 @@ def _weights(recipe: Recipe, model: Model) -> tuple[str, bool]:
     if (run / "run.toml").exists() and load_recipe(run / "run.toml").model == recipe.model:
         newest = latest_checkpoint(run)
         if newest is not None:
-            weights = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
-            step = int(load_checkpoint(newest, weights, prefix="model.")["step"])
-            require_finite(model, str(newest))
-            return f"step {step:,} of {run}", False
+            weights = CheckpointWeights(newest, model)
+            weights.fill(model.state_dict())
+            return f"step {weights.step:,} of {run}", False
     if recipe.model.path is not None:
         return f"of {recipe.model.path}", False
     return f"drawn (run.seed = {recipe.run.seed}), not trained", True

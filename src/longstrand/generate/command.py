@@ -71,7 +71,7 @@ def run_generation(target: Path, request: Request) -> str:
     world = all_ranks()
     by_first(world, lambda: _check_out(request.out))
     with together(world):
-        trained = load_trained(target)
+        trained = load_trained(target, outlined=world.size > 1)
         kernels = trained.use_settings()
         codec = _codec(trained, request)
         prompts = read_prompts(request.files, request.texts, codec)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +18,13 @@ from longstrand.model.init import DrawnWeights, Init
 from longstrand.model.model import Model
 from longstrand.ops.precision import wide_dtype
 
-Weights = FolderWeights | DrawnWeights
-"""Where a model's numbers come from: `fill` writes those of a part of it."""
+
+@runtime_checkable
+class Weights(Protocol):
+    """Where a model's numbers come from."""
+
+    def fill(self, targets: Mapping[str, Tensor]) -> None:
+        """Writes those of a part of it, by name; one part after the other, in the order of the names."""
 
 
 def load_model(
@@ -98,6 +103,21 @@ def make_room(module: nn.Module, device: torch.device, prefix: str = "") -> dict
         torch.utils.swap_tensors(tensor, room)
         made[prefix + name] = tensor
     return made
+
+
+def require_finite(weights: Mapping[str, Tensor], where: str) -> None:
+    """An indexer hides it: a score that is no number selects other pools, and every log-probability stays finite.
+
+    Raises:
+        UserError: naming the first weight that is not finite.
+    """
+    for name, weight in weights.items():
+        if not bool(torch.isfinite(weight).all()):
+            bad = int((~torch.isfinite(weight)).sum())
+            raise UserError(
+                f"{where}: {bad:,} of {weight.numel():,} values of {name} are not finite; take another checkpoint, or "
+                "save the model again"
+            )
 
 
 def save_model(model: Model, folder: str | Path) -> Path:

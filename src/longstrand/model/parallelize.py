@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import nn
 
+from longstrand.errors import UserError
 from longstrand.model.ffn import MixtureOfExperts
 from longstrand.model.load import Weights, make_room
 from longstrand.model.model import Model
 from longstrand.model.sharding import Sharding
-from longstrand.parallel import Axis, Mesh, Spread
+from longstrand.parallel import Axis, Mesh, Spread, said_once, together
 
 
 def parallelize(
@@ -61,6 +63,36 @@ def parallelize(
     filled(model.norm, "norm.")
     if sharding is not None:
         sharding.root()
+    return model
+
+
+def place_model(
+    model: Model,
+    mesh: Mesh,
+    weights: Callable[[], AbstractContextManager[Weights]] | None,
+    *,
+    segments: int | None,
+    receive: int,
+    loading: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> Model:
+    """Makes a model one rank's part of a mesh, which is filled meanwhile where it has no numbers yet.
+
+    Args:
+        weights: opens what it is filled from; not asked where it has numbers.
+        segments, receive: see `parallelize`.
+        loading: entered while it is filled, which exchanges nothing.
+
+    Raises:
+        UserError: on all ranks: the model cannot be spread like this, or its weights cannot be used.
+    """
+    if not model.norm.weight.is_meta:
+        with said_once(mesh.world, UserError):  # every rank has the same model and sizes
+            return parallelize(model, mesh, segments=segments, receive=receive)
+    assert weights is not None
+    if mesh.devices is not None:
+        mesh.view("world", mesh.devices.device_type)  # ranks meet for it, and for nothing in what follows
+    with together(mesh.world), loading(), weights() as numbers:
+        parallelize(model, mesh, segments=segments, receive=receive, weights=numbers)
     return model
 
 

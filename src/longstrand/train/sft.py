@@ -19,7 +19,8 @@ from longstrand.data import Data, DocumentPacks, Loader, Pack, open_data
 from longstrand.errors import CheckFailed
 from longstrand.memory import Levers, levers_of
 from longstrand.model import Model, load_model
-from longstrand.model.load import outline_model
+from longstrand.model.load import open_weights, outline_model
+from longstrand.model.parallelize import place_model
 from longstrand.ops.native import native_state
 from longstrand.parallel import Mesh, by_first, make_mesh, one_process, said_once, together
 from longstrand.peak_memory import SOURCE, PeakMemory
@@ -29,7 +30,6 @@ from longstrand.train.evaluation import evaluate_once, evaluation_packs
 from longstrand.train.fit import require_effect, require_vocabulary
 from longstrand.train.forms import forms_of, write_forms
 from longstrand.train.levers import check_levers, check_machine, check_spool, clean_spool
-from longstrand.train.loading import place_model
 from longstrand.train.metrics import Metrics, open_sinks
 from longstrand.train.optimizer import Optimizer, freeze_all_but, trained_names
 from longstrand.train.phases import Phases
@@ -47,7 +47,7 @@ from longstrand.train.saving import Training, restore, save, write_ledger
 from longstrand.train.signals import Stopped, StopRequests
 from longstrand.train.step import StepResult, take_step
 from longstrand.train.timing import StepTimer
-from longstrand.trained import model_source, require_finite
+from longstrand.trained import model_source
 
 _log = logging.getLogger(__name__)
 
@@ -148,7 +148,6 @@ def prepare(recipe: Recipe, *, outlined: bool = False) -> Prepared:
         model = outline_model(source, dtype)
     else:
         model = load_model(source, dtype, seed=recipe.run.seed, init=recipe.model.init)
-        require_finite(model, str(source))
     require_vocabulary(recipe, data, model.architecture)
     require_effect(recipe, model.architecture)
     names = trained_names(model.groups(), recipe.train)
@@ -182,8 +181,15 @@ def spread(
             recipe.parallel.data,
             missing,
         )
-    model = prepared.model
-    place_model(recipe, model, mesh, loading)
+    model, source = prepared.model, model_source(recipe.model)
+    place_model(
+        model,
+        mesh,
+        partial(open_weights, source, model, recipe.run.seed, recipe.model.init),
+        segments=recipe.parallel.segments_per_rank,
+        receive=recipe.parallel.receive_rows(recipe.memory.tile),
+        loading=loading,
+    )
     with said_once(mesh.world, CheckFailed):
         forms_of(recipe, model).require(recipe.kernels.require)
     check_machine(recipe, model)
