@@ -18,6 +18,7 @@ import longstrand
 from longstrand.cli.arguments import tokens_of
 from longstrand.cli.plan import plan
 from longstrand.config import Recipe, dump_toml, example_recipe, load_recipe
+from longstrand.console import say
 from longstrand.errors import UserError
 from longstrand.rank_process import under_torchrun
 
@@ -244,8 +245,10 @@ def generate(  # noqa: PLR0913 (the options of a command)
             text = run_generation(target, request)
         except KeyboardInterrupt:
             raise Stopped(signal.SIGINT, "nothing was written") from None
-        if world.rank == 0:
-            typer.echo(out if out is not None else text, nl=out is not None)
+        if world.rank == 0 and out is not None:
+            say(out)
+        elif world.rank == 0:
+            typer.echo(text, nl=False)
 
 
 @app.command()
@@ -253,7 +256,7 @@ def report(run: Run) -> None:
     """Write a run's report.html and plots."""
     from longstrand.report import write_report
 
-    typer.echo(write_report(run))
+    say(write_report(run))
 
 
 @app.command()
@@ -264,7 +267,7 @@ def export(
     from longstrand.export import export_run
 
     export_run(run, out)
-    typer.echo(out)
+    say(out)
 
 
 @app.command()
@@ -275,7 +278,7 @@ def demo(
     """Fine-tune a small shipped model on related sequences and show the report (about 10 minutes)."""
     from longstrand.demo import run_demo
 
-    typer.echo(run_demo(out, seeds))
+    say(run_demo(out, seeds))
 
 
 @app.command(

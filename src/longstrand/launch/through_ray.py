@@ -22,6 +22,7 @@ from typing import Any
 import torch.distributed as dist
 
 from longstrand.config import Recipe
+from longstrand.console import shown
 from longstrand.errors import LongstrandError, RunFailed, UserError
 from longstrand.launch.ranks import RankLost, train_as_rank
 from longstrand.parallel import Axis
@@ -255,15 +256,15 @@ def _shown(desk: Any) -> Iterator[None]:
     """Prints what the first rank says, as it comes."""
     import ray
 
-    done = threading.Event()
+    done, stderr = threading.Event(), shown(sys.stderr)
 
     def show() -> None:
         last = False
         while not last:
             last = done.wait(_POLL_SECONDS)
             text = ray.get(desk.take.remote())
-            sys.stderr.write(text)
-            sys.stderr.flush()
+            stderr.write(text)
+            stderr.flush()
 
     printer = threading.Thread(target=show, daemon=True)
     printer.start()
