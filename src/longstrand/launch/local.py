@@ -24,7 +24,9 @@ from longstrand.train.run_folder import Started
 from longstrand.train.signals import SIGNALS, Stopped
 
 
-def train_on_this_machine(recipe: Recipe, workers: int, *, resume: bool) -> Path:
+def train_on_this_machine(
+    recipe: Recipe, workers: int, *, resume: bool, started: Started = Started()
+) -> Path:
     """Trains with that many processes, which share the CPU threads of this one; returns the run's folder.
 
     SIGTERM and SIGINT go on to all of them: they finish the step, save, and end; the same signal again ends them at
@@ -38,21 +40,21 @@ def train_on_this_machine(recipe: Recipe, workers: int, *, resume: bool) -> Path
     torch.set_num_threads(max(1, threads // workers))
     try:
         with _passed_on() as came:
-            runs: list[Path] = run_ranks(workers, _train, recipe, resume)
+            runs: list[Path] = run_ranks(workers, _train, recipe, resume, started)
     except (RunFailed, KeyboardInterrupt) as error:
         if came.number is None and isinstance(error, RunFailed):
             raise
-        how = Started().resume_command(Path(recipe.run.out).expanduser().absolute(), workers)
+        how = started.resume_command(Path(recipe.run.out).expanduser().absolute(), workers)
         raise Stopped(came.number or signal.SIGINT, f"the ranks were ended; go on with {how}") from error
     finally:
         torch.set_num_threads(threads)
     return runs[0]
 
 
-def _train(recipe: Recipe, resume: bool) -> Path:
+def _train(recipe: Recipe, resume: bool, started: Started) -> Path:
     os.setpgid(0, 0)  # Ctrl-C in a terminal reaches the one who waits, and through it each rank, once
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    return train_as_rank(recipe, Axis("world", dist.group.WORLD), resume=resume)
+    return train_as_rank(recipe, Axis("world", dist.group.WORLD), resume=resume, started=started)
 
 
 def _end_with_parent() -> None:

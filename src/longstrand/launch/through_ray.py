@@ -15,6 +15,7 @@ import time
 import traceback
 from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager, redirect_stderr
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -45,7 +46,13 @@ _SETTINGS = {
 
 
 def train_through_ray(
-    recipe: Recipe, workers: int, address: str, environment: MutableMapping[str, str], *, resume: bool
+    recipe: Recipe,
+    workers: int,
+    address: str,
+    environment: MutableMapping[str, str],
+    *,
+    resume: bool,
+    started: Started = Started(),
 ) -> Path:
     """Trains with that many Ray workers and returns the run's folder; what the first rank says is shown here.
 
@@ -62,7 +69,7 @@ def train_through_ray(
     import ray
     from ray.train import TrainingFailedError
 
-    started = Started(ray=address)
+    started = replace(started, ray=address)
     go_on = started.resume_command(Path(recipe.run.out).expanduser().absolute(), workers)
     # Twice, since Ray takes SIGTERM for itself when it starts.
     with _ended_by_signals(go_on), _session(address, workers) as folder, _ended_by_signals(go_on):
@@ -165,8 +172,8 @@ def _train_worker(config: dict[str, Any]) -> None:
 
     desk, world = config["desk"], Axis("world", dist.group.WORLD)
     logging.getLogger("longstrand").propagate = False  # Ray's own handler would show each line again
-    shown = _ToDesk(desk) if world.rank == 0 else sys.stderr
-    with _Telling(desk, world.rank), redirect_stderr(shown):
+    stderr = _ToDesk(desk) if world.rank == 0 else sys.stderr
+    with _Telling(desk, world.rank), redirect_stderr(stderr):
         _enter(config["folder"], world.rank)
         run = train_as_rank(config["recipe"], world, resume=config["resume"], started=config["started"])
         if world.rank == 0:

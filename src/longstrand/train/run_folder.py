@@ -34,10 +34,12 @@ class Started:
     Args:
         torchrun: its options that say how many there are, with {} for their number; None: not by torchrun.
         ray: what followed `--ray`; None: not by Ray.
+        warnings: of what was found wrong then, for the run's log.
     """
 
     torchrun: str | None = None
     ray: str | None = None
+    warnings: tuple[str, ...] = ()
 
     def resume_command(self, run: Path, ranks: int) -> str:
         """The command that goes on with a run of that many ranks."""

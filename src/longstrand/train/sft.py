@@ -93,7 +93,7 @@ def train(
     return run.folder
 
 
-def check(recipe: Recipe, *, resume: bool = False) -> None:
+def check(recipe: Recipe, *, resume: bool = False, started: Started = Started()) -> None:
     """Opens data, model and optimizer as `train` would, in one process, says what they are, and writes no run.
 
     A recipe for more ranks than there are is counted on pretended ones, without weights; see `check_layout`.
@@ -103,6 +103,7 @@ def check(recipe: Recipe, *, resume: bool = False) -> None:
         RunFailed: the spool's disk has no room.
     """
     with logged_to(Console(stderr=True), None):
+        _warn(started)
         check_unused(Path(recipe.run.out), resume=resume)
         resolved = resolve_recipe(recipe)
         if resolved.parallel.world > 1:
@@ -191,6 +192,11 @@ def _optimizer(recipe: Recipe, model: Model, names: list[str]) -> Optimizer:
     return Optimizer(model, names, recipe.train, device=device, threads=threads, mesh=model.mesh)
 
 
+def _warn(started: Started) -> None:
+    for each in started.warnings:
+        _log.warning("%s", each)
+
+
 def _mesh_of(recipe: Recipe) -> Mesh:
     sizes = recipe.parallel
     return make_mesh(data=sizes.data, context=sizes.context, expert=sizes.expert)
@@ -228,6 +234,7 @@ def _opened(recipe: Recipe, mesh: Mesh, *, resume: bool, started: Started) -> It
     ):
         imports = memory.baseline_bytes / 2**30
         _log.info("run %s; memory is %s; imports took %.2f GiB", folder, SOURCE, imports)
+        _warn(started)
         phases = Phases(memory, torch.device("cpu"))
         if phases.why_not is not None:
             _log.info("living tensors are not counted: %s", phases.why_not)
