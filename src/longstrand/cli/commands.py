@@ -254,9 +254,14 @@ def generate(  # noqa: PLR0913 (the options of a command)
 @app.command()
 def report(run: Run) -> None:
     """Write a run's report.html and plots."""
-    from longstrand.report import write_report
+    from rich.console import Console
 
-    say(write_report(run))
+    from longstrand.report import write_report
+    from longstrand.train.progress import logged_to
+
+    with logged_to(Console(stderr=True), None):
+        path = write_report(run)
+    say(path)
 
 
 @app.command()

@@ -104,7 +104,7 @@ def restore(run: Path, training: Training, steps: int) -> None:
         )
     cut, absent = by_first(world, lambda: cut_after(run, training.step))
     if absent:
-        _log.warning("metrics.jsonl lacks %d of the %d lines up to here", absent, training.step)
+        _log.warning("metrics.jsonl lacks %d of the %d steps up to here", absent, training.step)
     if training.mesh.first and (newest is not None or cut):
         where = newest.name if newest is not None else "step 0, as there is no checkpoint yet"
         _log.info("going on from %s; %d lines of metrics.jsonl after it were cut", where, cut)
