@@ -92,7 +92,10 @@ app.command()(plan)
 def train(
     recipe: RecipeFile,
     overrides: Overrides = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest whole checkpoint.")] = False,
+    resume: Annotated[
+        bool,
+        typer.Option("--resume", help="Go on from the newest whole checkpoint; begin where there is none."),
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, train nothing.")] = False,
     workers: Annotated[
         int | None, typer.Option(min=1, help="Processes: parallel.data x parallel.context of the recipe.")

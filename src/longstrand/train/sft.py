@@ -210,6 +210,7 @@ class _Run:
         recipe: with everything resolved.
         console: where the first rank shows what happens; None on the others.
         go_on: words with the command that goes on with it.
+        resume: whether a checkpoint is looked for.
     """
 
     folder: Path
@@ -219,6 +220,7 @@ class _Run:
     stop: StopRequests
     phases: Phases
     go_on: str
+    resume: bool
 
 
 @contextmanager
@@ -244,7 +246,7 @@ def _opened(recipe: Recipe, mesh: Mesh, *, resume: bool, started: Started) -> It
                 "(ulimit -v) for pages of their own"
             )
         go_on = f"go on with {started.resume_command(folder, mesh.world.size)}"
-        yield _Run(folder, resolved, mesh, console, stop, phases, go_on)
+        yield _Run(folder, resolved, mesh, console, stop, phases, go_on, resume)
 
 
 def _begun(run: _Run) -> tuple[Training, dict[str, DocumentPacks]]:
@@ -256,7 +258,7 @@ def _begun(run: _Run) -> tuple[Training, dict[str, DocumentPacks]]:
             packs = evaluation_packs(run.recipe, prepared.data)
         training = spread(run.recipe, prepared, run.mesh)
         leave_if_asked()
-        restore(run.folder, training, run.recipe.train.steps)
+        restore(run.folder, training, run.recipe.train.steps, resume=run.resume)
         leave_if_asked()
         by_first(run.mesh.world, lambda: _write_start(run.folder, run.recipe, training))
     return training, packs
