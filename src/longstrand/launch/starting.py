@@ -61,7 +61,7 @@ def start_training(
         require_fit(recipe.parallel, workers or 1)
     started = Started(warnings=_warnings(recipe, environment))
     if dry_run:
-        check(recipe, resume=resume, started=started)
+        check(recipe, resume=resume, started=started, here=workers is not None and ray in (None, "local"))
         return Path(recipe.run.out)
     if ray is not None:
         return train_through_ray(recipe, workers or 1, ray, environment, resume=resume, started=started)
@@ -111,7 +111,7 @@ def _check_under_torchrun(
         return None
     recipe = load()
     require_fit(recipe.parallel, int(environment["WORLD_SIZE"]))
-    check(recipe, resume=resume, started=Started(warnings=_warnings(recipe, environment)))
+    check(recipe, resume=resume, started=Started(warnings=_warnings(recipe, environment)), here=True)
     return Path(recipe.run.out)
 
 

@@ -23,7 +23,7 @@ from longstrand.model.parallelize import parallelize
 from longstrand.ops.native import native_state
 from longstrand.parallel import Mesh, by_first, make_mesh, one_process, said_once, together
 from longstrand.peak_memory import SOURCE, PeakMemory
-from longstrand.state import checkpoint_bytes, require_space
+from longstrand.state import FOLDER, checkpoint_bytes, require_space
 from longstrand.train.dry_run import check_layout
 from longstrand.train.evaluation import evaluate_once, evaluation_packs
 from longstrand.train.fit import require_effect, require_vocabulary
@@ -39,10 +39,11 @@ from longstrand.train.run_folder import (
     check_unused,
     log_file,
     open_run,
+    require_place,
     resolve_recipe,
     write_recipe,
 )
-from longstrand.train.saving import Training, restore, save, write_ledger
+from longstrand.train.saving import Training, restore, save, say_nothing_to_resume, write_ledger
 from longstrand.train.signals import Stopped, StopRequests
 from longstrand.train.step import StepResult, take_step
 from longstrand.train.timing import StepTimer
@@ -93,10 +94,13 @@ def train(
     return run.folder
 
 
-def check(recipe: Recipe, *, resume: bool = False, started: Started = Started()) -> None:
+def check(recipe: Recipe, *, resume: bool = False, started: Started = Started(), here: bool = False) -> None:
     """Opens data, model and optimizer as `train` would, in one process, says what they are, and writes no run.
 
     A recipe for more ranks than there are is counted on pretended ones, without weights; see `check_layout`.
+
+    Args:
+        here: whether such a recipe is to run on this machine, which then must be able to write its folder.
 
     Raises:
         UserError: as `train`.
@@ -104,7 +108,7 @@ def check(recipe: Recipe, *, resume: bool = False, started: Started = Started())
     """
     with logged_to(Console(stderr=True), None):
         _warn(started)
-        check_unused(Path(recipe.run.out), resume=resume)
+        _check_out(Path(recipe.run.out), resume=resume, here=here or recipe.parallel.world == 1)
         resolved = resolve_recipe(recipe)
         if resolved.parallel.world > 1:
             check_layout(resolved, Console(stderr=True, width=100))
@@ -190,6 +194,19 @@ def _optimizer(recipe: Recipe, model: Model, names: list[str]) -> Optimizer:
     device = torch.device("cpu") if recipe.memory.optimizer == "host" else None
     threads = recipe.run.threads
     return Optimizer(model, names, recipe.train, device=device, threads=threads, mesh=model.mesh)
+
+
+def _check_out(run: Path, *, resume: bool, here: bool) -> None:
+    """The run's folder, which is left as it is."""
+    check_unused(run.expanduser(), resume=resume)
+    if resume and not any((run.expanduser() / FOLDER).glob("step_*")):
+        say_nothing_to_resume(run, "the run would begin at step 0")
+    try:
+        require_place(run)
+    except UserError as error:
+        if here:
+            raise
+        _log.warning("if it is to run on this machine: %s", error)
 
 
 def _warn(started: Started) -> None:
