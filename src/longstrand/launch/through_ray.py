@@ -25,7 +25,7 @@ import torch.distributed as dist
 from longstrand.config import Recipe
 from longstrand.console import shown
 from longstrand.errors import LongstrandError, RunFailed, UserError
-from longstrand.launch.ranks import RankLost, train_as_rank
+from longstrand.launch.ranks import OUT_OF_MEMORY, RankLost, train_as_rank
 from longstrand.parallel import Axis
 from longstrand.parallel.processes import MEETING_SECONDS
 from longstrand.train.run_folder import Started
@@ -317,7 +317,7 @@ def _failure(
     if lost:
         return RunFailed(
             f"rank {lost[0]} of {workers} died without a word (a signal such as that of the out-of-memory killer, or a "
-            "crash); the others were ended"
+            f"crash); the others were ended; {OUT_OF_MEMORY}, and go on with --resume"
         )
     for rank, each, trace in told:
         if each is None:
