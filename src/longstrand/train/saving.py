@@ -107,7 +107,7 @@ def restore(run: Path, training: Training, steps: int, *, resume: bool = False) 
         )
     cut, absent = by_first(world, lambda: cut_after(run, training.step))
     if absent:
-        _log.warning("metrics.jsonl lacks %d of the %d steps up to here", absent, training.step)
+        _log.warning("metrics.jsonl lacks %d of the %d lines up to here", absent, training.step)
     if not training.mesh.first:
         return
     if newest is not None:
