@@ -7,10 +7,7 @@ import os
 SHAPES = 128
 """Enough for one layer's products of each kind there and back, whatever numbers of rows its experts take."""
 
-_CACHES = (
-    "ONEDNN_PRIMITIVE_CACHE_CAPACITY",
-    "LRU_CACHE_CAPACITY",
-)  # oneDNN's own, and that of torch's layer above it
+_CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")  # oneDNN's own, and that of torch's layer above it
 
 
 def bound_products() -> None:
