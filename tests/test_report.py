@@ -369,7 +369,11 @@ def test_losses_that_are_not_finite_do_not_stop_the_report(tmp_path: Path):
             '{"step": 4, "loss": NaN, "tokens": 8}\n{"step": 5, "loss": null}\n{"step": 6, "loss": "x"}\n'
             f'{{"step": 7, "loss": {10**400}}}\n'
         )
-    assert "Training is at step" in report(folder).text
+    text = report(folder).text
+    assert "Training is at step 7" in text
+    assert (
+        "metrics.jsonl: loss is not a finite number at 3 of 7 steps, first NaN at step 4; left out of figures and sums"
+    ) in text
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from rich.markup import escape
 from rich.table import Table
 
 import longstrand
+from longstrand.omp_threads import flaw_of_told_threads, told_threads
 
 _GIB = 2**30
 _FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "asimd", "bf16")
@@ -112,17 +113,22 @@ def _torch(environment: Mapping[str, str]) -> list[Finding]:
         import torch
     except ImportError as error:
         return [Finding("torch", f"cannot be imported ({error}); pip install torch", "bad")]
-    set_by = environment.get("OMP_NUM_THREADS")
-    threads = f"{torch.get_num_threads()}" + (f" (OMP_NUM_THREADS={set_by})" if set_by else "")
     return [
         Finding("torch", torch.__version__),
-        Finding(
-            "threads",
-            f"{threads}; set run.threads: results are bit-identical only at one number",
-        ),
+        _threads(torch.get_num_threads(), environment),
         _kernels(),
         _accelerator(),
     ]
+
+
+def _threads(number: int, environment: Mapping[str, str]) -> Finding:
+    flaw, told = flaw_of_told_threads(environment), told_threads(environment)
+    if flaw is not None:
+        return Finding("threads", f"{number}; {flaw}", "note")
+    set_by = f" (OMP_NUM_THREADS={told})" if told is not None else ""
+    return Finding(
+        "threads", f"{number}{set_by}; set run.threads: results are bit-identical only at one number"
+    )
 
 
 def _kernels() -> Finding:

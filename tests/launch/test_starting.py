@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,11 +14,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import longstrand
 from longstrand.bench._small_models import architecture
 from longstrand.bench.crash import write_inputs
 from longstrand.config import ParallelSection, load_recipe
 from longstrand.errors import RunFailed, UserError
 from longstrand.launch import start_training
+from longstrand.launch.local import _remedy
 from longstrand.launch.starting import require_fit
 from longstrand.model import load_model, save_model
 from longstrand.parallel import make_mesh, mesh, processes, run_ranks
@@ -235,6 +238,36 @@ def test_workers_stop_at_the_same_step_and_none_outlives_the_one_who_waits(tmp_p
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
     wait_until(lambda: not children & process_ids(), seconds=20)
+
+
+KILLED = {
+    signal.SIGKILL: r"if no one ended it, the system was out of memory \(dmesg names the process\): free some, or put "
+    r"fewer ranks on this machine, and go on with {go_on}; a lower memory\.tile needs a new run\.out",
+    signal.SIGSEGV: r"compiled code crashed: go on with {go_on}, and if it happens again, with --set kernels\.cpu=",
+}
+
+
+@pytest.mark.parametrize("number", KILLED, ids=[each.name for each in KILLED])
+def test_what_to_do_about_a_killed_rank_is_said_and_works(tmp_path, monkeypatch, number):
+    monkeypatch.setitem(FAULTS, "killed", (f"os.kill(os.getpid(), {number.value})", ""))
+    code, said = faulty_run(tmp_path, monkeypatch, "killed", "--workers", "2")
+    assert code == 1
+    run = tmp_path / "never_killed"
+    go_on = f"longstrand train {run}/run.toml --resume --workers 2"
+    what = f"error: rank 1 of 2 was killed by {number.name}; the others were ended; "
+    assert re.search(re.escape(what) + KILLED[number].format(go_on=re.escape(go_on)), said), said
+    monkeypatch.setenv("PYTHONPATH", str(Path(longstrand.__file__).parents[1]))
+    fewer = [*go_on.split()[1:-2], "--set", "parallel.data=1"]
+    assert subprocess.run([sys.executable, "-m", "longstrand", *fewer], timeout=200).returncode == 0
+    assert steps_of(run) == [1, 2, 3]
+    tile = [*fewer, "--set", "memory.tile=64"]
+    refused = subprocess.run([sys.executable, "-m", "longstrand", *tile], capture_output=True, timeout=200)
+    assert refused.returncode == 2 and b"memory.tile = 64: this run began with" in refused.stderr
+
+
+def test_a_rank_that_is_killed_before_there_is_a_run_needs_no_resume(tmp_path):
+    said = _remedy(signal.SIGKILL, tmp_path, "longstrand train ...")
+    assert said.endswith("or put fewer ranks on this machine or lower memory.tile, and start it again")
 
 
 def _others_wait(axis_name):

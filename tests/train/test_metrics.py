@@ -53,6 +53,12 @@ def test_lines_after_the_step_and_a_torn_one_are_cut_and_missing_ones_counted(tm
     assert cut_after(tmp_path, 4) == (0, 1)
 
 
+def test_a_step_that_is_there_twice_hides_none_that_is_absent(tmp_path):
+    _write(tmp_path, '{"step": 1}\n', '{"step": 2}\n', '{"step": 2}\n')
+    assert cut_after(tmp_path, 2) == (0, 0)
+    assert cut_after(tmp_path, 3) == (0, 1)
+
+
 def test_a_whole_last_line_without_its_newline_is_kept_whole(tmp_path):
     _write(tmp_path, '{"step": 1}\n', '{"step": 2}')
     assert cut_after(tmp_path, 2) == (0, 0)

@@ -197,6 +197,26 @@ def test_leftovers_of_a_killed_run_are_removed_and_counted(finished, tmp_path):
     assert checkpoints(run) == ["step_000003", "step_000005"]
 
 
+@pytest.mark.parametrize("before", ["no folder", "no checkpoint"])
+def test_a_resumed_run_with_nothing_to_go_on_from_begins_and_says_so(finished, tmp_path, capsys, before):
+    run = tmp_path / "run"
+    if before == "no folder":
+        train(recipe_in(tmp_path), resume=True)
+    else:
+        _copy(finished, tmp_path)
+        shutil.rmtree(run / "checkpoints")
+        _resume(run)
+    cut = 0 if before == "no folder" else 5
+    said = f"--resume: run.out = {run} holds no checkpoint to go on from: it begins at step 0; {cut} lines of"
+    assert f"warning: {said}" in capsys.readouterr().err
+    assert (run / "log.txt").read_text().count(f"WARNING {said}") == 1
+    assert [line["step"] for line in metrics(run)] == [1, 2, 3, 4, 5]
+
+
+def test_a_run_that_is_not_to_be_resumed_has_no_word_of_it(finished):
+    assert "--resume" not in (finished / "log.txt").read_text()
+
+
 def test_a_dry_run_says_what_would_run_and_makes_no_folder(tmp_path, capsys):
     recipe = recipe_in(tmp_path)
     check(recipe)

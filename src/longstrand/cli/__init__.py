@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import traceback
+from contextlib import redirect_stderr
 from typing import NoReturn
 
 import typer
@@ -13,6 +14,7 @@ from pydantic import ValidationError
 from longstrand.cli import audit as _audit  # noqa: F401 (brings its command)
 from longstrand.cli import probe as _probe  # noqa: F401 (brings its command)
 from longstrand.cli.commands import app
+from longstrand.console import shown
 from longstrand.errors import LongstrandError, RunFailed, UserError
 from longstrand.rank_process import leave, under_torchrun
 
@@ -27,7 +29,8 @@ def main() -> None:
     `--debug`, anywhere on the line, shows the traceback that a one-line error leaves out.
     """
     try:
-        _run(sys.argv[1:])
+        with redirect_stderr(shown(sys.stderr)):
+            _run(sys.argv[1:])
     except SystemExit as ended:
         if under_torchrun(os.environ):
             leave(ended.code if isinstance(ended.code, int) else 0)

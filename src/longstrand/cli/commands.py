@@ -18,6 +18,7 @@ import longstrand
 from longstrand.cli.arguments import tokens_of
 from longstrand.cli.plan import plan
 from longstrand.config import Recipe, dump_toml, example_recipe, load_recipe
+from longstrand.console import say
 from longstrand.errors import UserError
 from longstrand.rank_process import under_torchrun
 
@@ -91,7 +92,10 @@ app.command()(plan)
 def train(
     recipe: RecipeFile,
     overrides: Overrides = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest whole checkpoint.")] = False,
+    resume: Annotated[
+        bool,
+        typer.Option("--resume", help="Go on from the newest whole checkpoint; begin where there is none."),
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, train nothing.")] = False,
     workers: Annotated[
         int | None, typer.Option(min=1, help="Processes: parallel.data x parallel.context of the recipe.")
@@ -244,16 +248,23 @@ def generate(  # noqa: PLR0913 (the options of a command)
             text = run_generation(target, request)
         except KeyboardInterrupt:
             raise Stopped(signal.SIGINT, "nothing was written") from None
-        if world.rank == 0:
-            typer.echo(out if out is not None else text, nl=out is not None)
+        if world.rank == 0 and out is not None:
+            say(out)
+        elif world.rank == 0:
+            typer.echo(text, nl=False)
 
 
 @app.command()
 def report(run: Run) -> None:
     """Write a run's report.html and plots."""
-    from longstrand.report import write_report
+    from rich.console import Console
 
-    typer.echo(write_report(run))
+    from longstrand.report import write_report
+    from longstrand.train.progress import logged_to
+
+    with logged_to(Console(stderr=True), None):
+        path = write_report(run)
+    say(path)
 
 
 @app.command()
@@ -264,7 +275,7 @@ def export(
     from longstrand.export import export_run
 
     export_run(run, out)
-    typer.echo(out)
+    say(out)
 
 
 @app.command()
@@ -275,7 +286,7 @@ def demo(
     """Fine-tune a small shipped model on related sequences and show the report (about 10 minutes)."""
     from longstrand.demo import run_demo
 
-    typer.echo(run_demo(out, seeds))
+    say(run_demo(out, seeds))
 
 
 @app.command(

@@ -8,11 +8,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+import typer
+
 from longstrand.cli.arguments import tokens_of
 from longstrand.cli.plan import Options
 from longstrand.cli.plan_options import Question
 from longstrand.config import GROUPS, MemorySection, ParallelSection, Recipe, load_recipe, shipped_recipes
 from longstrand.errors import UserError
+from longstrand.omp_threads import flaw_of_told_threads, told_threads
 from longstrand.plan.calibrated import load_calibrated
 from longstrand.plan.devices import GIB, Device, find_device
 from longstrand.plan.host import (
@@ -244,8 +247,11 @@ def _threads(given: int | None, device: Device, num_ranks: int) -> int:
     """Of a rank: on this machine its share of those that torch starts with, one for each core or fewer if told."""
     if not device.is_this_cpu:
         return given or 1
-    told = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
-    started = min(int(told), cores_here()) if told.isdigit() and int(told) else None
+    flaw = flaw_of_told_threads(os.environ)
+    if given is None and flaw is not None:
+        typer.echo(f"warning: {flaw}", err=True)
+    told = told_threads(os.environ)
+    started = min(told, cores_here()) if told is not None else None
     return threads_of_a_rank(given, num_ranks, started)
 
 

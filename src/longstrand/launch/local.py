@@ -18,13 +18,18 @@ import torch.distributed as dist
 
 from longstrand.config import Recipe
 from longstrand.errors import RunFailed
-from longstrand.launch.ranks import train_as_rank
+from longstrand.launch.ranks import OUT_OF_MEMORY, train_as_rank
 from longstrand.parallel import Axis, run_ranks
+from longstrand.parallel.processes import RankKilled
 from longstrand.train.run_folder import Started
 from longstrand.train.signals import SIGNALS, Stopped
 
+_CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT)
 
-def train_on_this_machine(recipe: Recipe, workers: int, *, resume: bool) -> Path:
+
+def train_on_this_machine(
+    recipe: Recipe, workers: int, *, resume: bool, started: Started = Started()
+) -> Path:
     """Trains with that many processes, which share the CPU threads of this one; returns the run's folder.
 
     SIGTERM and SIGINT go on to all of them: they finish the step, save, and end; the same signal again ends them at
@@ -32,27 +37,44 @@ def train_on_this_machine(recipe: Recipe, workers: int, *, resume: bool) -> Path
 
     Raises:
         Stopped: a signal came.
-        RunFailed: a rank was killed, or failed with something else than the errors that `train` raises.
+        RunFailed: a rank was killed, with what to do then, or failed with something else than the errors that `train`
+            raises.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(max(1, threads // workers))
     try:
         with _passed_on() as came:
-            runs: list[Path] = run_ranks(workers, _train, recipe, resume)
+            runs: list[Path] = run_ranks(workers, _train, recipe, resume, started)
     except (RunFailed, KeyboardInterrupt) as error:
+        run = Path(recipe.run.out).expanduser().absolute()
+        how = started.resume_command(run, workers)
+        if came.number is None and isinstance(error, RankKilled):
+            raise RunFailed(f"{error}; {_remedy(error.number, run, how)}") from error
         if came.number is None and isinstance(error, RunFailed):
             raise
-        how = Started().resume_command(Path(recipe.run.out).expanduser().absolute(), workers)
         raise Stopped(came.number or signal.SIGINT, f"the ranks were ended; go on with {how}") from error
     finally:
         torch.set_num_threads(threads)
     return runs[0]
 
 
-def _train(recipe: Recipe, resume: bool) -> Path:
+def _remedy(number: int, run: Path, how: str) -> str:
+    """What to do about a rank that this signal killed."""
+    begun = (run / "run.toml").exists()
+    then = f"go on with {how}" if begun else "start it again"
+    if number == signal.SIGKILL and begun:
+        return f"{OUT_OF_MEMORY}, and {then}; a lower memory.tile needs a new run.out"
+    if number == signal.SIGKILL:
+        return f"{OUT_OF_MEMORY} or lower memory.tile, and {then}"
+    if number in _CRASHES:
+        return f"compiled code crashed: {then}, and if it happens again, with --set kernels.cpu=portable too"
+    return then
+
+
+def _train(recipe: Recipe, resume: bool, started: Started) -> Path:
     os.setpgid(0, 0)  # Ctrl-C in a terminal reaches the one who waits, and through it each rank, once
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    return train_as_rank(recipe, Axis("world", dist.group.WORLD), resume=resume)
+    return train_as_rank(recipe, Axis("world", dist.group.WORLD), resume=resume, started=started)
 
 
 def _end_with_parent() -> None:

@@ -19,6 +19,13 @@ _GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
 _SILENT = ("Timed out waiting", "Socket Timeout", "Wait timeout")
 
 
+OUT_OF_MEMORY = (
+    "if no one ended it, the system was out of memory (dmesg names the process): free some, or put fewer ranks on this "
+    "machine"
+)
+"""What to do about a rank that SIGKILL ended; a resumed run may have other ranks, but no other tile."""
+
+
 class RankLost(RunFailed):
     """Another rank is gone or does not answer: what is wrong with it is not known here."""
 

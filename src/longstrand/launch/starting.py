@@ -15,6 +15,7 @@ from longstrand.errors import UserError
 from longstrand.launch.local import train_on_this_machine
 from longstrand.launch.ranks import backend, others_needed, train_as_rank
 from longstrand.launch.through_ray import train_through_ray
+from longstrand.omp_threads import flaw_of_told_threads
 from longstrand.parallel import Axis, all_ranks, by_first
 from longstrand.parallel.processes import MEETING_SECONDS
 from longstrand.rank_process import under_torchrun
@@ -52,20 +53,21 @@ def start_training(
         if dry_run:
             return _check_under_torchrun(load, environment, resume=resume)
         with _joined(environment) as world, others_needed(world):
-            return _train_under_torchrun(world, load, _torchrun(environment), resume=resume)
+            return _train_under_torchrun(world, load, environment, resume=resume)
     recipe = load()
     if workers is None:
         workers = recipe.parallel.world if ray is not None else None
     if workers is not None or not dry_run:
         require_fit(recipe.parallel, workers or 1)
+    started = Started(warnings=_warnings(recipe, environment))
     if dry_run:
-        check(recipe, resume=resume)
+        check(recipe, resume=resume, started=started, here=workers is not None and ray in (None, "local"))
         return Path(recipe.run.out)
     if ray is not None:
-        return train_through_ray(recipe, workers or 1, ray, environment, resume=resume)
+        return train_through_ray(recipe, workers or 1, ray, environment, resume=resume, started=started)
     if workers is not None and workers > 1:
-        return train_on_this_machine(recipe, workers, resume=resume)
-    return train(recipe, resume=resume)
+        return train_on_this_machine(recipe, workers, resume=resume, started=started)
+    return train(recipe, resume=resume, started=started)
 
 
 @contextmanager
@@ -109,22 +111,28 @@ def _check_under_torchrun(
         return None
     recipe = load()
     require_fit(recipe.parallel, int(environment["WORLD_SIZE"]))
-    check(recipe, resume=resume)
+    check(recipe, resume=resume, started=Started(warnings=_warnings(recipe, environment)), here=True)
     return Path(recipe.run.out)
 
 
 def _train_under_torchrun(
-    world: Axis, load: Callable[[], Recipe], started: Started, *, resume: bool
+    world: Axis, load: Callable[[], Recipe], environment: Mapping[str, str], *, resume: bool
 ) -> Path | None:
     recipe = by_first(world, load)
+    started = Started(_torchrun(environment), warnings=_warnings(recipe, environment))
     by_first(world, lambda: require_fit(recipe.parallel, world.size))
     run = train_as_rank(recipe, world, resume=resume, started=started)
     return run if world.rank == 0 else None
 
 
-def _torchrun(environment: Mapping[str, str]) -> Started:
+def _torchrun(environment: Mapping[str, str]) -> str:
     one_machine = environment.get("LOCAL_WORLD_SIZE") == environment.get("WORLD_SIZE")
-    return Started(torchrun="--standalone --nproc-per-node {}" if one_machine else "<as before>")
+    return "--standalone --nproc-per-node {}" if one_machine else "<as before>"
+
+
+def _warnings(recipe: Recipe, environment: Mapping[str, str]) -> tuple[str, ...]:
+    flaw = flaw_of_told_threads(environment) if recipe.run.threads is None else None
+    return (flaw,) if flaw is not None else ()
 
 
 @contextmanager

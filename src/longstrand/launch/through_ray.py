@@ -15,6 +15,7 @@ import time
 import traceback
 from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager, redirect_stderr
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -22,8 +23,9 @@ from typing import Any
 import torch.distributed as dist
 
 from longstrand.config import Recipe
+from longstrand.console import shown
 from longstrand.errors import LongstrandError, RunFailed, UserError
-from longstrand.launch.ranks import RankLost, train_as_rank
+from longstrand.launch.ranks import OUT_OF_MEMORY, RankLost, train_as_rank
 from longstrand.parallel import Axis
 from longstrand.parallel.processes import MEETING_SECONDS
 from longstrand.train.run_folder import Started
@@ -44,7 +46,13 @@ _SETTINGS = {
 
 
 def train_through_ray(
-    recipe: Recipe, workers: int, address: str, environment: MutableMapping[str, str], *, resume: bool
+    recipe: Recipe,
+    workers: int,
+    address: str,
+    environment: MutableMapping[str, str],
+    *,
+    resume: bool,
+    started: Started = Started(),
 ) -> Path:
     """Trains with that many Ray workers and returns the run's folder; what the first rank says is shown here.
 
@@ -61,7 +69,7 @@ def train_through_ray(
     import ray
     from ray.train import TrainingFailedError
 
-    started = Started(ray=address)
+    started = replace(started, ray=address)
     go_on = started.resume_command(Path(recipe.run.out).expanduser().absolute(), workers)
     # Twice, since Ray takes SIGTERM for itself when it starts.
     with _ended_by_signals(go_on), _session(address, workers) as folder, _ended_by_signals(go_on):
@@ -164,8 +172,8 @@ def _train_worker(config: dict[str, Any]) -> None:
 
     desk, world = config["desk"], Axis("world", dist.group.WORLD)
     logging.getLogger("longstrand").propagate = False  # Ray's own handler would show each line again
-    shown = _ToDesk(desk) if world.rank == 0 else sys.stderr
-    with _Telling(desk, world.rank), redirect_stderr(shown):
+    stderr = _ToDesk(desk) if world.rank == 0 else sys.stderr
+    with _Telling(desk, world.rank), redirect_stderr(stderr):
         _enter(config["folder"], world.rank)
         run = train_as_rank(config["recipe"], world, resume=config["resume"], started=config["started"])
         if world.rank == 0:
@@ -255,15 +263,15 @@ def _shown(desk: Any) -> Iterator[None]:
     """Prints what the first rank says, as it comes."""
     import ray
 
-    done = threading.Event()
+    done, stderr = threading.Event(), shown(sys.stderr)
 
     def show() -> None:
         last = False
         while not last:
             last = done.wait(_POLL_SECONDS)
             text = ray.get(desk.take.remote())
-            sys.stderr.write(text)
-            sys.stderr.flush()
+            stderr.write(text)
+            stderr.flush()
 
     printer = threading.Thread(target=show, daemon=True)
     printer.start()
@@ -309,7 +317,7 @@ def _failure(
     if lost:
         return RunFailed(
             f"rank {lost[0]} of {workers} died without a word (a signal such as that of the out-of-memory killer, or a "
-            "crash); the others were ended"
+            f"crash); the others were ended; {OUT_OF_MEMORY}, and go on with --resume"
         )
     for rank, each, trace in told:
         if each is None:

@@ -29,6 +29,18 @@ One that died is noticed at once."""
 _GRACE_SECONDS = 5.0
 
 
+class RankKilled(RunFailed):
+    """A signal ended a rank, which had no time to say why; the others were ended.
+
+    Attributes:
+        number: of the signal.
+    """
+
+    def __init__(self, message: str, number: int = signal.SIGKILL) -> None:
+        super().__init__(message)
+        self.number = number
+
+
 def run_ranks(
     num_ranks: int,
     function: Callable[..., Any],
@@ -48,7 +60,8 @@ def run_ranks(
 
     Raises:
         LongstrandError: the first one that a rank raised, of its own class.
-        RunFailed: a rank raised something else (with its traceback), was killed, or the time was up.
+        RankKilled: a signal ended a rank.
+        RunFailed: a rank raised something else (with its traceback), or the time was up.
     """
     process = multiprocessing.get_context(start).Process  # type: ignore[attr-defined]
     target = _spawned if start == "spawn" else _rank
@@ -119,8 +132,11 @@ def _raise_first(ranks: Sequence[BaseProcess], folder: Path) -> None:
     killed = {r: p.exitcode for r, p in enumerate(ranks) if p.exitcode and r not in failures}
     if killed:
         rank, code = next(iter(killed.items()))
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-        raise RunFailed(f"rank {rank} of {len(ranks)} {how}; the others were ended")
+        which = f"rank {rank} of {len(ranks)}"
+        if code < 0:
+            name = signal.Signals(-code).name
+            raise RankKilled(f"{which} was killed by {name}; the others were ended", -code)
+        raise RunFailed(f"{which} ended with code {code}; the others were ended")
     rank = min(failures, key=lambda number: failures[number][0])
     _, error, text = failures[rank]
     if error is not None:

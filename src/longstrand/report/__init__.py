@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 from longstrand.atomic import write_atomic
@@ -15,11 +16,14 @@ from longstrand.wording import unit_for
 
 __all__ = ["write_report"]
 
+_log = logging.getLogger(__name__)
+
 
 def write_report(run: Path) -> Path:
     """Writes report.html and plots/*.png, *.svg into the run folder, from what is there so far.
 
-    The page is self-contained. It names the parts that are absent, so a run that is going on has a report too.
+    The page is self-contained. It names the parts that are absent, so a run that is going on has a report too. What is
+    wrong in a file that the report can do without is said on the page, and logged as a warning.
 
     Returns:
         The path of report.html.
@@ -29,6 +33,8 @@ def write_report(run: Path) -> Path:
     """
     run = Path(run)
     folder = read_run_folder(run)
+    for flaw in folder.flaws:
+        _log.warning("%s", f"{run}: {flaw.removesuffix('.')}")
     unit = unit_for(folder.setting("data", "tokenizer"), formats(folder.ledger))
     findings = find(folder, unit)
     plots = (plot_positions(folder, findings, unit), plot_loss(folder, unit), plot_run(folder))

@@ -211,7 +211,7 @@ def _without_gain(run: RunFolder, unit: Unit) -> str:
     of = f" of {count(total)}" if isinstance(total, int) else ""
     if len(steps) > 1:
         return (
-            f"Training is at step {count(steps[-1])}{of}; its loss went from {unit.show(losses[0])} "
+            f"Training is at step {count(run.metrics[-1]['step'])}{of}; its loss went from {unit.show(losses[0])} "
             f"to {unit.show(losses[-1])} {unit.name}."
         )
     if steps:

@@ -17,7 +17,7 @@ from longstrand.report.forms import forms_html
 from longstrand.report.guide import how_to_read, limits
 from longstrand.report.ledger import ledger_html
 from longstrand.report.planned import planned_html
-from longstrand.report.run_folder import RunFolder
+from longstrand.report.run_folder import STEPS, RunFolder
 from longstrand.report.tables import pairs, table
 from longstrand.series import Series
 from longstrand.wording import Unit, count, duration, interval, number, percent, size_bytes, tokens_range
@@ -29,7 +29,8 @@ def page_html(run: RunFolder, findings: Findings, unit: Unit, plots: Sequence[Pl
     sections = [
         _checks(findings),
         _tiles(run),
-        _missing(run, findings),
+        _note(f"In {STEPS} is what no run writes:", run.odd),
+        _note("Not in this report yet:", _missing(run, findings)),
         _section("Loss by position", _positions(run, findings, unit, positions)),
         _section("Training", _training(loss, unit)),
         _section("Memory and speed", _memory_and_speed(run, steps)),
@@ -114,7 +115,11 @@ def _tiles(run: RunFolder) -> str:
     return f'<dl class="tiles">{items}</dl>' if items else ""
 
 
-def _missing(run: RunFolder, findings: Findings) -> str:
+def _note(title: str, sentences: Sequence[str]) -> str:
+    return f'<div class="note">{html.escape(title)}{_list(sentences)}</div>' if sentences else ""
+
+
+def _missing(run: RunFolder, findings: Findings) -> list[str]:
     """What the report would show but the folder does not hold."""
     missing = list(findings.problems)
     total = run.setting("train", "steps")
@@ -136,7 +141,7 @@ def _missing(run: RunFolder, findings: Findings) -> str:
         missing.append("kernels.json is absent: which implementations ran is not known.")
     if run.ledger is None:
         missing.append("data.json is absent: the data is not accounted for.")
-    return f'<div class="note">Not in this report yet:{_list(missing)}</div>' if missing else ""
+    return missing
 
 
 def _positions(run: RunFolder, findings: Findings, unit: Unit, plot: Plot | None) -> str:

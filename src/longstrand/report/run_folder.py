@@ -12,11 +12,13 @@ from typing import Any
 from longstrand.errors import UserError
 from longstrand.plan.plan_files import flaw_of_memory, flaw_of_plan
 from longstrand.report.certificate import check_certificate
-from longstrand.series import Series, is_count, is_number, read_series
+from longstrand.report.steps import read_steps
+from longstrand.series import Series, is_number, read_series
 
 CERTIFICATE = "certificate.json"  # which is no file of a run: certify writes it into any folder
 PLAN, MEMORY = "plan.json", "memory.json"  # which older runs have not
-FILES = ("run.toml", "kernels.json", "data.json", "metrics.jsonl", "evaluate.json")
+STEPS = "metrics.jsonl"
+FILES = ("run.toml", "kernels.json", "data.json", STEPS, "evaluate.json")
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,7 @@ class RunFolder:
     Args:
         metrics: one record per step, steps increasing.
         torn: whether the last line of metrics.jsonl is incomplete, as in a run that is still writing it.
+        odd: what its other lines hold that a run does not write, a sentence about each kind.
         plan, memory: None, too, where the file cannot be used.
         damaged: why not, a sentence about each.
     """
@@ -38,10 +41,16 @@ class RunFolder:
     metrics: list[dict[str, Any]]
     torn: bool
     series: list[Series]
+    odd: tuple[str, ...] = ()
     certificate: Any = None
     plan: Any = None
     memory: Any = None
     damaged: tuple[str, ...] = ()
+
+    @property
+    def flaws(self) -> tuple[str, ...]:
+        """A sentence about each thing that is wrong with a file and that the report can do without."""
+        return (*self.odd, *self.damaged)
 
     def setting(self, section: str, key: str) -> Any:
         """A setting of run.toml, None where it is absent."""
@@ -77,7 +86,7 @@ def read_run_folder(path: Path) -> RunFolder:
     if not any((path / name).exists() for name in FILES):
         raise UserError(f"{path}: not a run folder, it holds none of {', '.join(FILES)}")
     recipe_text = _read_text(path / "run.toml")
-    metrics, torn = _read_metrics(path / "metrics.jsonl")
+    steps = read_steps(path / STEPS, _read_text(path / STEPS) or "")
     plan, no_plan = _read_checked(path / PLAN, flaw_of_plan)
     memory, no_memory = _read_checked(path / MEMORY, flaw_of_memory)
     return RunFolder(
@@ -86,8 +95,9 @@ def read_run_folder(path: Path) -> RunFolder:
         recipe_text=recipe_text,
         kernels=_read_json(path / "kernels.json"),
         ledger=_read_json(path / "data.json"),
-        metrics=metrics,
-        torn=torn,
+        metrics=steps.records,
+        torn=steps.torn,
+        odd=steps.odd,
         series=read_series(path / "evaluate.json"),
         certificate=check_certificate(path / CERTIFICATE, _read_json(path / CERTIFICATE)),
         plan=plan,
@@ -133,27 +143,6 @@ def _read_checked(path: Path, flaw_of: Callable[[Any], str | None]) -> tuple[Any
     else:
         flaw = None if found is None and not path.exists() else flaw_of(found)
     return (found, None) if flaw is None else (None, f"{path.name}: damaged: {flaw}; nothing compared.")
-
-
-def _read_metrics(path: Path) -> tuple[list[dict[str, Any]], bool]:
-    lines = (_read_text(path) or "").split("\n")
-    torn = False
-    records: dict[int, dict[str, Any]] = {}
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            if number == len(lines):
-                torn = True
-                continue
-            raise UserError(f"{path}, line {number}: not valid JSON ({_one_line(error)})") from error
-        step = record.get("step") if isinstance(record, dict) else None
-        if not is_count(step):
-            raise UserError(f"{path}, line {number}: step = {step!r}: must be a whole number from 0")
-        records[step] = record
-    return [records[step] for step in sorted(records)], torn
 
 
 def _one_line(error: Exception) -> str:

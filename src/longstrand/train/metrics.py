@@ -74,14 +74,14 @@ def cut_after(run: Path, step: int) -> tuple[int, int]:
     """Removes the lines after a step, and a torn last line.
 
     Returns:
-        Lines removed, and lines up to the step that should be there but are not.
+        Lines removed, and steps up to this one that should have a line but have none.
 
     Raises:
         UserError: a line that is not the last one is not a record.
     """
     path = run / FILE
     text = _read(path)
-    lines, kept = text.splitlines(), []
+    lines, kept, steps = text.splitlines(), [], set()
     for number, line in enumerate(lines, start=1):
         found = _step_of(line)
         if found is None and number < len(lines):
@@ -90,10 +90,11 @@ def cut_after(run: Path, step: int) -> tuple[int, int]:
             )
         if found is not None and found <= step:
             kept.append(line)
+            steps.add(found)
     whole = "".join(line + "\n" for line in kept)
     if whole != text:
         write_atomic(path, whole)
-    return len(lines) - len(kept), step - len(kept)
+    return len(lines) - len(kept), step - len(steps - {0})
 
 
 def open_sinks(run: Path, names: Sequence[str], step: int) -> list[Sink]:

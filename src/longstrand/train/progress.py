@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.progress import Progress as Bar
 
+from longstrand.console import shown
 from longstrand.errors import LongstrandError, UserError
 
 PLAIN_EVERY_SECONDS = 5.0
@@ -64,7 +65,8 @@ class Progress:
 def logged_to(console: Console | None, file: Path | None) -> Iterator[None]:
     """Sends the log of all of longstrand to the console, if any, and, with its time, to a file.
 
-    What ends the run is written to the file only: the command says it once more itself.
+    What ends the run is written to the file only: the command says it once more itself. A console that takes no more
+    is a line of the file, and nothing else.
 
     Raises:
         UserError: the file cannot be written.
@@ -73,13 +75,15 @@ def logged_to(console: Console | None, file: Path | None) -> Iterator[None]:
     level = logger.level
     in_file = logging.NullHandler() if file is None else _file_handler(file)
     handlers = (in_file,) if console is None else (_ConsoleHandler(console), in_file)
+    if console is not None:
+        _survive(console, in_file)
     logger.setLevel(logging.INFO)
     for handler in handlers:
         logger.addHandler(handler)
     try:
         yield
     except LongstrandError as error:
-        in_file.handle(logger.makeRecord(logger.name, logging.ERROR, "", 0, str(error), (), None))
+        in_file.handle(_record(logging.ERROR, str(error)))
         raise
     finally:
         logger.setLevel(level)
@@ -107,6 +111,26 @@ class _ConsoleHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         prefix = "warning: " if record.levelno >= logging.WARNING else ""
         _write_line(self._console, prefix + record.getMessage())
+
+
+def _survive(console: Console, in_file: logging.Handler) -> None:
+    """From here on the console may go away, as when what reads from it ends.
+
+    The file is told past the logger: a live line's thread, which holds the console, would else wait for whoever logs.
+    """
+    stream = shown(console.file)
+
+    def tell(error: OSError) -> None:
+        reason = error.strerror or error
+        text = f"the console takes no more lines ({reason}): they stand here, the steps in metrics.jsonl"
+        in_file.handle(_record(logging.WARNING, text))
+
+    stream.lost = tell
+    console.file = stream
+
+
+def _record(level: int, text: str) -> logging.LogRecord:
+    return logging.getLogger("longstrand").makeRecord("longstrand", level, "", 0, text, (), None)
 
 
 def _file_handler(path: Path) -> logging.Handler:

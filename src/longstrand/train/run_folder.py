@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import os
 import re
 import shlex
 import socket
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 import torch
@@ -34,10 +36,12 @@ class Started:
     Args:
         torchrun: its options that say how many there are, with {} for their number; None: not by torchrun.
         ray: what followed `--ray`; None: not by Ray.
+        warnings: of what was found wrong then, for the run's log.
     """
 
     torchrun: str | None = None
     ray: str | None = None
+    warnings: tuple[str, ...] = ()
 
     def resume_command(self, run: Path, ranks: int) -> str:
         """The command that goes on with a run of that many ranks."""
@@ -108,6 +112,31 @@ def check_unused(run: Path, *, resume: bool, started: Started = Started()) -> bo
             f"run.out = {run}: holds a run already; go on with {_command_for(run, started)} (or choose another run.out)"
         )
     return bool(found)
+
+
+def require_place(run: Path) -> None:
+    """Checks that the folder can be made and written, or what a run wrote there before, and leaves nothing behind.
+
+    What is not there of its path is made, and removed, below a folder of a passing name.
+
+    Raises:
+        UserError: naming what cannot be written.
+    """
+    run = run.expanduser().absolute()
+    there = next(each for each in (run, *run.parents) if os.path.lexists(each))
+    try:
+        with TemporaryDirectory(prefix=".longstrand_dry_run_", dir=there) as passing:
+            folder = Path(passing) / run.relative_to(there)
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / ".lock").write_bytes(b"1")
+    except OSError as error:
+        where = "" if there == run else f" in {there}"
+        raise UserError(
+            f"run.out = {run}: cannot be written{where} ({error.strerror}); choose another run.out"
+        ) from error
+    for path in (run / ".lock", log_file(run, 0), run / "metrics.jsonl"):
+        if path.exists() and (path.is_dir() or not os.access(path, os.W_OK)):
+            raise UserError(f"{path}: cannot be written; make it a writable file")
 
 
 def log_file(run: Path, rank: int) -> Path:

@@ -82,10 +82,13 @@ def write_ledger(run: Path, training: Training) -> None:
     write_atomic(run / "data.json", json.dumps(training.data.ledger.as_dict(), indent=1))
 
 
-def restore(run: Path, training: Training, steps: int) -> None:
+def restore(run: Path, training: Training, steps: int, *, resume: bool = False) -> None:
     """Goes back to the newest whole checkpoint, if there is one, and cuts the metrics after it.
 
     All ranks call it; the first one says which checkpoint that is, and cuts.
+
+    Args:
+        resume: whether one is looked for, so that there being none is said.
 
     Raises:
         UserError: no checkpoint is whole, it is beyond `steps`, or it belongs to another recipe or other data.
@@ -105,9 +108,17 @@ def restore(run: Path, training: Training, steps: int) -> None:
     cut, absent = by_first(world, lambda: cut_after(run, training.step))
     if absent:
         _log.warning("metrics.jsonl lacks %d of the %d lines up to here", absent, training.step)
-    if training.mesh.first and (newest is not None or cut):
-        where = newest.name if newest is not None else "step 0, as there is no checkpoint yet"
-        _log.info("going on from %s; %d lines of metrics.jsonl after it were cut", where, cut)
+    if not training.mesh.first:
+        return
+    if newest is not None:
+        _log.info("going on from %s; %d lines of metrics.jsonl after it were cut", newest.name, cut)
+    elif resume or cut:
+        say_nothing_to_resume(run, f"it begins at step 0; {cut} lines of metrics.jsonl were cut")
+
+
+def say_nothing_to_resume(run: Path, then: str) -> None:
+    """Warns that `--resume` finds nothing, as where a scheduler's command is run for the first time."""
+    _log.warning("--resume: run.out = %s holds no checkpoint to go on from: %s", run, then)
 
 
 def _require_steps(steps: int, taken: int) -> None:

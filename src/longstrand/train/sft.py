@@ -24,7 +24,7 @@ from longstrand.model.parallelize import place_model
 from longstrand.ops.native import native_state
 from longstrand.parallel import Mesh, by_first, make_mesh, one_process, said_once, together
 from longstrand.peak_memory import SOURCE, PeakMemory
-from longstrand.state import checkpoint_bytes, require_space
+from longstrand.state import FOLDER, checkpoint_bytes, require_space
 from longstrand.train.dry_run import check_layout
 from longstrand.train.evaluation import evaluate_once, evaluation_packs
 from longstrand.train.fit import require_effect, require_vocabulary
@@ -40,10 +40,11 @@ from longstrand.train.run_folder import (
     check_unused,
     log_file,
     open_run,
+    require_place,
     resolve_recipe,
     write_recipe,
 )
-from longstrand.train.saving import Training, restore, save, write_ledger
+from longstrand.train.saving import Training, restore, save, say_nothing_to_resume, write_ledger
 from longstrand.train.signals import Stopped, StopRequests
 from longstrand.train.step import StepResult, take_step
 from longstrand.train.timing import StepTimer
@@ -94,17 +95,21 @@ def train(
     return run.folder
 
 
-def check(recipe: Recipe, *, resume: bool = False) -> None:
+def check(recipe: Recipe, *, resume: bool = False, started: Started = Started(), here: bool = False) -> None:
     """Opens data, model and optimizer as `train` would, in one process, says what they are, and writes no run.
 
     A recipe for more ranks than there are is counted on pretended ones, without weights; see `check_layout`.
+
+    Args:
+        here: whether such a recipe is to run on this machine, which then must be able to write its folder.
 
     Raises:
         UserError: as `train`.
         RunFailed: the spool's disk has no room.
     """
     with logged_to(Console(stderr=True), None):
-        check_unused(Path(recipe.run.out), resume=resume)
+        _warn(started)
+        _check_out(Path(recipe.run.out), resume=resume, here=here or recipe.parallel.world == 1)
         resolved = resolve_recipe(recipe)
         if resolved.parallel.world > 1:
             check_layout(resolved, Console(stderr=True, width=100))
@@ -207,6 +212,24 @@ def _optimizer(recipe: Recipe, model: Model, names: list[str]) -> Optimizer:
     return Optimizer(model, names, recipe.train, device=device, threads=threads, mesh=model.mesh)
 
 
+def _check_out(run: Path, *, resume: bool, here: bool) -> None:
+    """The run's folder, which is left as it is."""
+    check_unused(run.expanduser(), resume=resume)
+    if resume and not any((run.expanduser() / FOLDER).glob("step_*")):
+        say_nothing_to_resume(run, "the run would begin at step 0")
+    try:
+        require_place(run)
+    except UserError as error:
+        if here:
+            raise
+        _log.warning("if it is to run on this machine: %s", error)
+
+
+def _warn(started: Started) -> None:
+    for each in started.warnings:
+        _log.warning("%s", each)
+
+
 def _mesh_of(recipe: Recipe) -> Mesh:
     sizes = recipe.parallel
     return make_mesh(data=sizes.data, context=sizes.context, expert=sizes.expert)
@@ -220,6 +243,7 @@ class _Run:
         recipe: with everything resolved.
         console: where the first rank shows what happens; None on the others.
         go_on: words with the command that goes on with it.
+        resume: whether a checkpoint is looked for.
     """
 
     folder: Path
@@ -229,6 +253,7 @@ class _Run:
     stop: StopRequests
     phases: Phases
     go_on: str
+    resume: bool
 
 
 @contextmanager
@@ -244,6 +269,7 @@ def _opened(recipe: Recipe, mesh: Mesh, *, resume: bool, started: Started) -> It
     ):
         imports = memory.baseline_bytes / 2**30
         _log.info("run %s; memory is %s; imports took %.2f GiB", folder, SOURCE, imports)
+        _warn(started)
         phases = Phases(memory, torch.device("cpu"))
         if phases.why_not is not None:
             _log.info("living tensors are not counted: %s", phases.why_not)
@@ -253,7 +279,7 @@ def _opened(recipe: Recipe, mesh: Mesh, *, resume: bool, started: Started) -> It
                 "(ulimit -v) for pages of their own"
             )
         go_on = f"go on with {started.resume_command(folder, mesh.world.size)}"
-        yield _Run(folder, resolved, mesh, console, stop, phases, go_on)
+        yield _Run(folder, resolved, mesh, console, stop, phases, go_on, resume)
 
 
 def _begun(run: _Run) -> tuple[Training, dict[str, DocumentPacks]]:
@@ -267,7 +293,7 @@ def _begun(run: _Run) -> tuple[Training, dict[str, DocumentPacks]]:
             run.recipe, prepared, run.mesh, loading=partial(run.stop.leaving_at_once, nothing_yet)
         )
         leave_if_asked()
-        restore(run.folder, training, run.recipe.train.steps)
+        restore(run.folder, training, run.recipe.train.steps, resume=run.resume)
         leave_if_asked()
         by_first(run.mesh.world, lambda: _write_start(run.folder, run.recipe, training))
     return training, packs

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -105,8 +106,9 @@ class StopRequests:
         if self._at_once is not None:
             raise Stopped(number, self._at_once)
         # print() must not be entered again from a handler.
-        if not self._silent:
-            os.write(2, self._note)
+        if not self._silent and sys.stderr is not None:
+            with suppress(OSError):  # no one reads any more
+                os.write(2, self._note)
 
     def _restore(self) -> None:
         for number, handler in self._before.items():

@@ -1,0 +1,70 @@
+"""What is written for a person to read: a reader that goes away ends no work."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, TextIO
+
+
+class Shown:
+    """A stream for a person to read: once it takes no more, what comes is dropped.
+
+    Attributes:
+        lost: is told why, once, by the thread that met it.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._gone = False
+        self.lost: Callable[[OSError], None] = lambda _: None
+
+    def write(self, text: str) -> int:
+        """Writes the text, or drops it."""
+        if not self._gone:
+            try:
+                self._stream.write(text)
+            except OSError as error:
+                self._lose(error)
+        return len(text)
+
+    def flush(self) -> None:
+        """Hands on what is held, or drops it."""
+        if not self._gone:
+            try:
+                self._stream.flush()
+            except OSError as error:
+                self._lose(error)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def _lose(self, error: OSError) -> None:
+        self._gone = True
+        _silence(self._stream)
+        self.lost(error)
+
+
+def shown(stream: Any) -> Any:
+    """The stream as one that may be lost; None, where a process has none, as it is."""
+    return stream if stream is None or isinstance(stream, Shown) else Shown(stream)
+
+
+def say(text: object) -> None:
+    """Prints a line that tells where a result lies: without a reader the result lies there all the same.
+
+    Raises:
+        OSError: stdout takes no line for another reason, such as a full disk.
+    """
+    try:
+        print(text, flush=True)  # noqa: T201
+    except BrokenPipeError:
+        _silence(sys.stdout)
+
+
+def _silence(stream: TextIO) -> None:
+    """What the stream still holds goes nowhere, else Python ends with code 120 when it cannot flush it."""
+    with suppress(OSError), open(os.devnull, "w") as nowhere:  # a stream of Python alone has no descriptor
+        os.dup2(nowhere.fileno(), stream.fileno())

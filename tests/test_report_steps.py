@@ -1,0 +1,91 @@
+"""What stands in metrics.jsonl that no run writes is counted on the page and on the terminal, and the rest is shown."""
+
+import json
+
+import pytest
+from called import caller
+from fake_runs import add_plan, write_run
+from test_report import Page
+
+from longstrand.report import plots
+from longstrand.report.drawing import Plot
+
+TITLE = "In metrics.jsonl is what no run writes:"
+ODD = {
+    "NaN and infinite": (
+        ['{"step": 1, "loss": 1.0}', '{"step": 2, "loss": NaN}', '{"step": 3, "loss": -Infinity}'],
+        ["loss is not a finite number at 2 of 3 steps, first NaN at step 2; left out of figures and sums"],
+    ),
+    "no number": (
+        ['{"step": 1, "loss": 1.0, "grad_norm": "big"}'],
+        [
+            'grad_norm is not a finite number at 1 of 1 steps, first "big" at step 1; left out of figures and sums'
+        ],
+    ),
+    "again": (
+        ['{"step": 1}', '{"step": 2}', '{"step": 2}', '{"step": 2}', '{"step": 3}'],
+        ["2 lines hold a step again, first 2; the last line of a step counts"],
+    ),
+    "back and again, as of two runs in one file": (
+        ['{"step": 1}', '{"step": 2}', '{"step": 3}', '{"step": 2}', '{"step": 3}'],
+        [
+            "2 lines hold a step again, first 2; the last line of a step counts",
+            "1 line holds a step after a later one, first 2; shown in order of steps",
+        ],
+    ),
+    "back": (
+        ['{"step": 2}', '{"step": 1}'],
+        ["1 line holds a step after a later one, first 1; shown in order of steps"],
+    ),
+    "absent": (
+        ['{"step": 1}', '{"step": 4}', '{"step": 6}'],
+        ["3 steps are absent up to the last one, 6; the first is 2"],
+    ),
+}
+
+
+@pytest.fixture
+def call(monkeypatch, capsys):
+    monkeypatch.setattr(plots, "render", lambda name, *_, **__: Plot(name, "<svg></svg>", "<svg></svg>", b""))
+    return caller(monkeypatch, capsys, "report")
+
+
+@pytest.mark.parametrize(("lines", "sentences"), ODD.values(), ids=ODD)
+def test_what_no_run_writes_is_counted_on_page_and_terminal(call, tmp_path, lines, sentences):
+    run = write_run(tmp_path / "run", steps=1)
+    (run / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    called = call(run)
+    assert called.code == 0 and called.out == f"{run}/report.html\n"
+    page = Page((run / "report.html").read_text()).text
+    assert TITLE in page
+    assert called.err.splitlines() == [f"warning: {run}: metrics.jsonl: {each}" for each in sentences]
+    for each in sentences:
+        assert f"metrics.jsonl: {each}." in page
+
+
+def test_the_last_line_of_a_step_is_the_one_that_is_shown(call, tmp_path):
+    run = write_run(tmp_path / "run", steps=1)
+    first, again = {"step": 1, "tokens": 1_111}, {"step": 1, "tokens": 2_222}
+    (run / "metrics.jsonl").write_text(f"{json.dumps(first)}\n{json.dumps(again)}\n")
+    call(run)
+    page = (run / "report.html").read_text()
+    assert "2,222" in page and "1,111" not in page and "3,333" not in page
+
+
+def test_a_whole_run_and_a_step_without_a_target_need_no_word(call, tmp_path):
+    run = write_run(tmp_path / "run", steps=3)
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "loss": null}\n{"st')  # torn, as while it is being written
+    assert call(run).err == ""
+    assert TITLE not in (run / "report.html").read_text()
+
+
+@pytest.mark.parametrize("name", ["plan.json", "memory.json"])
+def test_a_damaged_file_that_only_compares_is_named_on_the_terminal(call, tmp_path, name):
+    run = write_run(tmp_path / "run", steps=2)
+    add_plan(run)
+    (run / name).write_text("{")
+    called = call(run)
+    assert called.code == 0 and called.out == f"{run}/report.html\n"
+    assert called.err.startswith(f"warning: {run}: {name}: damaged: not valid JSON (")
+    assert called.err.endswith("; nothing compared\n") and called.err.count("\n") == 1

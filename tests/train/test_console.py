@@ -1,0 +1,84 @@
+"""A reader that goes away, as `head` does, ends no training: the log says that it is gone."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+from rich.console import Console
+from tiny_runs import metrics, recipe_in
+
+from longstrand.console import shown
+from longstrand.train.progress import Progress, logged_to
+from longstrand.train.signals import StopRequests
+
+LOST = "WARNING the console takes no more lines ({}): they stand here, the steps in metrics.jsonl"
+
+
+def _train(folder, stdout, stderr, *arguments):
+    recipe_in(folder)
+    out = [f"run.out={folder / 'run'}", "evaluate.before=false", "train.warmup_steps=1"]
+    sets = [part for each in out for part in ("--set", each)]
+    command = [sys.executable, "-m", "longstrand", "train", str(folder / "recipe.toml"), *sets, *arguments]
+    return subprocess.run(command, stdout=stdout, stderr=stderr, timeout=200, check=False).returncode
+
+
+@pytest.fixture
+def no_reader():
+    """The end of a pipe that nobody reads from."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    yield writing
+    os.close(writing)
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["--workers", "2", "--set", "parallel.data=2"]], ids=["one", "ranks"]
+)
+def test_training_goes_on_to_its_end_without_a_reader(tmp_path, no_reader, arguments):
+    assert _train(tmp_path, no_reader, no_reader, *arguments) == 0
+    assert [line["step"] for line in metrics(tmp_path / "run")] == [1, 2, 3, 4, 5]
+    assert (tmp_path / "run/report.html").exists()
+    log = (tmp_path / "run/log.txt").read_text()
+    assert log.count(LOST.format("Broken pipe")) == 1
+    assert log.endswith("INFO done: 5 steps\n")
+
+
+def test_a_full_disk_under_the_console_ends_no_training_either(tmp_path):
+    with open("/dev/full", "w") as full:
+        assert _train(tmp_path, subprocess.DEVNULL, full) == 0
+    assert LOST.format("No space left on device") in (tmp_path / "run/log.txt").read_text()
+
+
+def test_what_is_refused_keeps_its_code_without_a_reader(tmp_path, no_reader):
+    assert _train(tmp_path, no_reader, no_reader, "--set", "train.steps=none") == 2
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_neither_a_live_line_nor_a_plain_one_ends_anything(tmp_path, no_reader, terminal):
+    figures = {"loss": 1.0, "tokens_per_second": 1.0, "peak_memory_bytes": 1, "remaining_seconds": 0.0}
+    with os.fdopen(os.dup(no_reader), "w") as file:
+        console = Console(file=file, force_terminal=terminal)
+        with logged_to(console, tmp_path / "log.txt"), Progress(console, steps=2, done=0) as progress:
+            for step in (1, 2):
+                progress.show({"step": step, **figures})
+    assert (tmp_path / "log.txt").read_text().count("Broken pipe") == 1
+
+
+def test_a_console_is_made_to_last_once():
+    stream = shown(sys.stderr)
+    assert shown(stream) is stream
+    assert shown(None) is None
+
+
+def test_a_signal_is_remembered_without_a_reader(no_reader):
+    held = os.dup(2)
+    os.dup2(no_reader, 2)
+    try:
+        with StopRequests() as stop:
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.number == signal.SIGTERM
+    finally:
+        os.dup2(held, 2)
+        os.close(held)
