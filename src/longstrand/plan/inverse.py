@@ -52,8 +52,8 @@ class Fewest:
 def longest_sequence(job: Job, room: Room) -> Longest | None:
     """The longest sequence, rounded down to a multiple of 1,024 tokens, with whatever levers it takes.
 
-    It is looked for near the longest with the levers of a length that is far too large, or of one where those end;
-    whether a length fits is what `search` says of it. None: not even 1,024 tokens fit.
+    It is looked for near the longest with levers that leave most room; whether a length fits is what `search` says of
+    it. None: not even 1,024 tokens fit.
     """
 
     def fits(length: int) -> bool:
@@ -61,11 +61,9 @@ def longest_sequence(job: Job, room: Room) -> Longest | None:
 
     if not fits(LENGTHS):
         return None
-    if fits(LONGEST):
+    near = _longest_with_most_room(job, room)
+    if near + LENGTHS == LONGEST and fits(LONGEST):
         return Longest(search(replace(job, length=LONGEST), room), None)
-    near, levers = LENGTHS, _reached(job, room, LONGEST)
-    while (longer := _longest_with(levers, room, near)) > near:
-        near, levers = longer, _reached(job, room, longer + LENGTHS)
     found = _last(fits, LENGTHS, near)
     plan = search(replace(job, length=found), room)
     return Longest(plan, search(replace(job, length=found + LENGTHS), room))
@@ -127,6 +125,30 @@ def doubling_lengths(first: int, last: int) -> list[int]:
 def _reached(job: Job, room: Room, length: int) -> Job:
     base = without_levers(replace(job, length=length), room)
     return reach(base, room, levers_for(base, room))
+
+
+def _longest_with_most_room(job: Job, room: Room) -> int:
+    """The longest length with the levers that leave most room just beyond it, from the longest without any on."""
+    longest, levers = LENGTHS, without_levers(replace(job, length=LONGEST), room)
+    while True:
+        longest = _longest_with(levers, room, longest)
+        here = replace(levers, length=longest + LENGTHS)
+        levers = _roomiest(here, room)
+        if levers == here:
+            return longest
+
+
+def _roomiest(job: Job, room: Room) -> Job:
+    """Lever by lever, off or among its strongest, the value that leaves most room; again while that helps."""
+    levers, best, before = levers_for(without_levers(job, room), room), room_left(job, room), None
+    while job != before:
+        before = job
+        for lever in levers:
+            for value in (lever.values[0], *lever.tried):
+                candidate = lever.put(job, value)
+                if (left := room_left(candidate, room)) > best:
+                    job, best = candidate, left
+    return job
 
 
 def _longest_with(levers: Job, room: Room, fitting: int) -> int:
