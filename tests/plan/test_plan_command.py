@@ -106,6 +106,13 @@ def test_room_that_would_buy_speed_is_named_and_is_true(call, tmp_path):
     assert "planned faster: memory.recompute = false" in call(*asked).out
 
 
+@pytest.mark.parametrize("form", [(), ("--json",)])
+def test_no_graphs_are_proposed_where_a_whole_pass_comes_before_gradients(call, form):
+    asked = (*FLASH[:4], "--devices", "16", "--length", "16k", "--trainable", "indexer", *form)
+    called = call(*asked)
+    assert called.code == 0 and "memory.recompute = false" not in called.out
+
+
 def test_json_adds_up(call):
     plan = json.loads(call(*FLASH, "--length", "1M", "--json").out)
     assert plan["fits"] and plan["length"] == 2**20
@@ -538,6 +545,8 @@ def test_a_sweep_has_a_row_per_length_and_a_picture(call, tight, tmp_path):
     assert (tmp_path / "s.png").read_bytes()[:4] == b"\x89PNG"
     rows = json.loads(call("--model", "toy", "--device", tight, "--sweep", "16k..1M", "--json").out)
     assert [row["length"] for row in rows] == [16384 * 2**n for n in range(7)]
+    alone = json.loads(call("--model", "toy", "--device", tight, "--length", "16k", "--json").out)
+    assert set(alone) - set(rows[0]) == {"faster_with", "problems"}  # of many no room is spent
     before = (tmp_path / "s.png").read_bytes()
     refused = call("--model", "toy", "--sweep", "16k..32k", "--picture", "s.png")
     assert refused.code == 2 and "--picture s.png: exists, and is never overwritten" in refused.err

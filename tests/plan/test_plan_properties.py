@@ -63,10 +63,19 @@ def test_a_longer_sequence_never_needs_less(levers, tokens, more, context):
     tokens=st.integers(64, 2**20),
     ranks=st.sampled_from([{}, {"context": 4}, {"data": 2, "context": 2, "expert": 4}, {"data": 3}]),
     learns=st.sampled_from(
-        [{}, {"trainable": ("head",)}, {"indexer": "sparse"}, {"indexer": "warmup", "trainable": ("indexer",)}]
+        [
+            {},
+            {"trainable": ("head",)},
+            {"indexer": "sparse"},
+            {"indexer": "warmup", "trainable": ("indexer",)},
+        ]
     ),
     others=st.sampled_from(
-        [{"dtype": "bfloat16", "kind": "gpu"}, {"sequences_per_step": 5}, {"balance": "bias", "data_skew": 1.5}]
+        [
+            {"dtype": "bfloat16", "kind": "gpu"},
+            {"sequences_per_step": 5},
+            {"balance": "bias", "data_skew": 1.5},
+        ]
     ),
 )
 def test_one_walk_serves_wherever_streams_and_the_optimizer_go(levers, tokens, ranks, learns, others):

@@ -136,9 +136,14 @@ def loading_bytes(plan: Plan) -> int:
     return plan.room.ranks_per_host * whole if plan.job.world > 1 else 0
 
 
-def as_dict(plan: Plan) -> dict[str, Any]:
-    """Everything a plan says, in bytes and seconds."""
+def as_dict(plan: Plan, *, alone: bool = True) -> dict[str, Any]:
+    """Everything a plan says, in bytes and seconds.
+
+    Args:
+        alone: whether it is all that was asked, and no row of many: then with what would use the room that it leaves.
+    """
     job, room = plan.job, plan.room
+    faster = {"faster_with": [asdict(each) for each in faster_with(plan)]} if alone else {}
     return {
         "fits": plan.fits,
         "missing_bytes": dict(plan.missing),
@@ -159,7 +164,7 @@ def as_dict(plan: Plan) -> dict[str, Any]:
         "host": {"bytes": total(terms_in(plan, "host")), "terms": _dicts(terms_in(plan, "host"))},
         "files": {"bytes": total(terms_in(plan, "file")), "terms": _dicts(terms_in(plan, "file"))},
         "loading_bytes_per_host": loading_bytes(plan),
-        "faster_with": [asdict(each) for each in faster_with(plan)],
+        **faster,
         "seconds": {
             "total": plan.seconds.total,
             "tokens_per_second": plan.seconds.tokens_per_second(job),
