@@ -156,7 +156,7 @@ def _longest_with(levers: Job, room: Room, fitting: int) -> int:
 
     Bytes grow nearly in proportion to the length: where the line from one end to the other meets the limit is close.
     An end that stays counts half the next time, so that both close in (Illinois). Where a limit is met exactly
-    whatever the length, as a disk of which nothing is used, there is no such line, and the middle is tried.
+    there is no such line, and the middle is tried.
     """
 
     def left(length: int) -> int:

@@ -158,8 +158,9 @@ def not_judged(job: Job, room: Room) -> dict[Place, int]:
 
 
 def room_left(job: Job, room: Room) -> int:
-    """Bytes to the nearest limit; less than 0: to the one that is exceeded most."""
-    return min(_left(job, room).values(), default=0)
+    """Bytes to the nearest limit of what is used; less than 0: to the one that is exceeded most."""
+    left = _left(job, room)
+    return min((num_bytes for place, num_bytes in left.items() if needed(job, room, place)), default=0)
 
 
 def _left(job: Job, room: Room) -> dict[Place, int]:

@@ -6,6 +6,9 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from pydantic import ValidationError
+
+from longstrand.config import MemorySection
 from longstrand.errors import UserError
 from longstrand.plan.devices import GIB
 from longstrand.plan.job import Job
@@ -109,8 +112,8 @@ def faster_with(plan: Plan) -> list[Faster]:
     found = list[Faster]()
     settings = {"recompute": False} | ({"keep_fronts": True} if plan.job.parallel.context > 1 else {})
     for name, value in settings.items() if plan.fits else ():
-        job = replace(plan.job, memory=plan.job.memory.model_copy(update={name: value}))
-        if job == plan.job or not _possible(job) or missing(job, plan.room):
+        job = _possible(plan.job, {name: value})
+        if job is None or job == plan.job or missing(job, plan.room):
             continue
         gain = plan.seconds.total / seconds_of(job, plan.room).total - 1
         if gain > WORTH:
@@ -119,12 +122,14 @@ def faster_with(plan: Plan) -> list[Faster]:
     return found
 
 
-def _possible(job: Job) -> bool:
+def _possible(job: Job, changes: dict[str, bool]) -> Job | None:
+    """The job with other settings of its memory; None where a recipe could not say them."""
     try:
-        require_possible(job)
-    except UserError:
-        return False
-    return True
+        changed = replace(job, memory=MemorySection.model_validate(job.memory.model_dump() | changes))
+        require_possible(changed)
+    except (UserError, ValidationError):
+        return None
+    return changed
 
 
 def loading_bytes(plan: Plan) -> int:
