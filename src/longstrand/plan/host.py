@@ -90,7 +90,7 @@ class HostNeeds:
 
     @property
     def largest_file(self) -> tuple[str, int]:
-        """What a rank writes into one file: its spool, or its part of a checkpoint; the largest has so much at least."""
+        """What a rank writes into one file: its spool, or its part of a checkpoint, of which one is as large."""
         spool, part = total(self.files) // self.ranks, self.checkpoint_bytes // self.world
         return ("its spool", spool) if spool > part else ("its part of a checkpoint", part)
 
