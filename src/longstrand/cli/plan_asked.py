@@ -101,6 +101,8 @@ def of_recipe(options: Options, question: Question) -> Asked:
     found = _shape_of(recipe, name)
     job = Job.of(recipe, found.shape, _form(device, recipe.kernels.cpu, recipe.run.dtype), kind=device.kind)
     most_ranks = recipe.parallel.expert if question == "a plan" else found.shape.n_routed_experts
+    if question in ("--fit length", "--sweep"):
+        most_ranks = min(most_ranks, options.devices or job.world)
     threads = _threads(recipe.run.threads, device, options.devices or job.world)
     job = replace(job, data_skew=_data_skew(options, most_ranks), threads=threads)
     # Any other question chooses ranks and levers itself.
@@ -245,7 +247,7 @@ def _threads(given: int | None, device: Device, num_ranks: int) -> int:
     if not device.is_this_cpu:
         return given or 1
     told = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
-    started = min(int(told), cores_here()) if told.isdigit() and int(told) else None
+    started = min(int(told), cores_here()) if told.isascii() and told.isdigit() and int(told) else None
     return threads_of_a_rank(given, num_ranks, started)
 
 

@@ -95,8 +95,12 @@ def find_device(name_or_file: str) -> Device:
     for name, device in known.items():
         if name.lower() == name_or_file.lower():
             return device
-    path = Path(name_or_file).expanduser()
-    if not path.is_file():
+    try:
+        path = Path(name_or_file).expanduser()
+        is_there = path.is_file()
+    except (OSError, RuntimeError):  # too long a name, or "~" of someone without a home
+        is_there = False
+    if not is_there:
         raise UserError(
             f"--device {name_or_file}: no such device or file; one of {', '.join(known)}, or a TOML with its numbers "
             "(docs/planner.md)"
