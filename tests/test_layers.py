@@ -39,9 +39,11 @@ def test_training_loads_without_transformers():
 
 
 def test_only_the_command_line_and_the_benchmarks_read_the_environment():
+    """But for what oneDNN can be told in no other way."""
     readers = {
         path.relative_to(SOURCE).parts[0]
         for path in FILES
+        if path.relative_to(SOURCE) != Path("ops/native/products.py")
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv", "environb")
     }

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from longstrand.buckets import Estimate
+if TYPE_CHECKING:  # it loads numpy
+    from longstrand.buckets import Estimate
 
 _THIN = "\u202f"
 _MINUS = "\u2212"

@@ -35,6 +35,7 @@ peer_gb_per_second = 20.0
 network_gb_per_second = 2.0
 devices_per_host = 2
 """
+LONG = "x" * 300
 FLASH = ("--model", "glm-5.3-flash", "--device", "B200", "--devices", "64")
 
 
@@ -107,6 +108,34 @@ def test_room_that_would_buy_speed_is_named_and_is_true(call, tmp_path):
     assert "planned faster: memory.recompute = false" in call(*asked).out
 
 
+def test_a_recipe_for_a_device_whose_name_breaks_a_line_can_be_read(call, tmp_path):
+    (tmp_path / "a\nb.toml").write_text(TIGHT.format(gib=2.0))
+    asked = ("--model", "toy", "--device", "a\nb.toml", "--length", "64k")
+    assert call(*asked, "--write", "r.toml").code == 0
+    assert load_recipe(tmp_path / "r.toml").data.length == 65536
+
+
+@pytest.mark.parametrize("told", ["\u00b2", "abc", "-3", "", "0"])
+def test_threads_that_openmp_cannot_read_are_not_told(call, monkeypatch, told):
+    monkeypatch.setenv("OMP_NUM_THREADS", told)
+    found = json.loads(call("--model", "toy", "--length", "1k", "--json").out)
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    assert found == json.loads(call("--model", "toy", "--length", "1k", "--json").out)
+
+
+@pytest.mark.parametrize("question", [("--fit", "length"), ("--sweep", "1k..2k")])
+def test_no_rank_is_busier_than_the_devices_of_a_recipe_allow(call, question):
+    called = call("human_x", "--device", "H200", "--data-skew", "3", *question)
+    assert called.code == 2 and "--data-skew 3.0: must be from 1 to 1" in called.err
+
+
+@pytest.mark.parametrize("form", [(), ("--json",)])
+def test_no_graphs_are_proposed_where_a_whole_pass_comes_before_gradients(call, form):
+    asked = (*FLASH[:4], "--devices", "16", "--length", "16k", "--trainable", "indexer", *form)
+    called = call(*asked)
+    assert called.code == 0 and "memory.recompute = false" not in called.out
+
+
 def test_json_adds_up(call):
     plan = json.loads(call(*FLASH, "--length", "1M", "--json").out)
     assert plan["fits"] and plan["length"] == 2**20
@@ -164,6 +193,12 @@ def test_json_adds_up(call):
             "plan another recipe (glm-5.3-flash_1m_64gpus, hg38_chr1-2_chr22, human_x, human_x_65k or a",
         ),
         (["demo"], "or a model alone: --model NAME (glm-5.3-flash, toy, wide, glm-5.3-flash-4-layers)"),
+        (["--model", "", "--length", "1k"], "--model '': no valid path"),
+        (["--model", LONG, "--length", "1k"], "File name too long"),
+        (["--model", "toy", "--length", "1k", "--device", "~nobody_has_this_name/d"], "no such device"),
+        (["--model", "toy", "--length", "1k", "--device", LONG], "no such device or file"),
+        (["--model", "toy", "--length", "1k", "--write", LONG], "File name too long; choose another name"),
+        (["--model", "toy", "--length", "1k", "--write", "a\nb"], "'a\\nb': has a control character"),
         (["--model", "toy", "--length", "0"], "--length 0: must be at least 2"),
         (["--model", "toy", "--length", "-1"], "--length -1: must be a whole number of tokens"),
         (["--model", "toy", "--length", "1Q"], "--length 1Q: must be a whole number of tokens"),
@@ -539,6 +574,8 @@ def test_a_sweep_has_a_row_per_length_and_a_picture(call, tight, tmp_path):
     assert (tmp_path / "s.png").read_bytes()[:4] == b"\x89PNG"
     rows = json.loads(call("--model", "toy", "--device", tight, "--sweep", "16k..1M", "--json").out)
     assert [row["length"] for row in rows] == [16384 * 2**n for n in range(7)]
+    alone = json.loads(call("--model", "toy", "--device", tight, "--length", "16k", "--json").out)
+    assert set(alone) - set(rows[0]) == {"faster_with", "problems"}  # of many no room is spent
     before = (tmp_path / "s.png").read_bytes()
     refused = call("--model", "toy", "--sweep", "16k..32k", "--picture", "s.png")
     assert refused.code == 2 and "--picture s.png: exists, and is never overwritten" in refused.err

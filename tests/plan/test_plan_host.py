@@ -8,9 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from planned import REAL, small_room, toy_job, with_memory, with_ranks
+from planned import REAL, TOY, small_room, toy_job, with_memory, with_ranks
 
 from longstrand.errors import UserError
+from longstrand.model import Model
 from longstrand.plan.devices import GIB, find_device
 from longstrand.plan.host import (
     Machine,
@@ -108,6 +109,33 @@ def test_disks_are_judged_by_what_is_free_on_them(tmp_path, monkeypatch):
     assert spool.startswith(f"memory.spool = {tmp_path / 'spool'}") and "make room" in spool
 
 
+def test_no_file_may_be_larger_than_the_shell_allows():
+    """Two ranks of 1/2 Mi tokens each write 4 x 128 values of 4 bytes per token and stream, and 128 of the mean."""
+    job = with_memory(with_ranks(toy_job(2**20), context=2), offload="disk")
+    needs = host_needs(job, Room(find_device("CPU"), 2))
+    streams = (
+        TOY.num_hidden_layers - 1 + 1
+    )  # the embedding is none; the middle of one layer's way back is one
+    spool = 2**19 * 4 * (streams * 4 * 128 + 128)
+    assert shortages(needs, replace(PLENTY, file_bytes=spool)) == []
+    (said,) = shortages(needs, replace(PLENTY, file_bytes=spool - 1))
+    assert said.startswith("size of a file: each rank writes its spool of 4.25 GiB") and "(ulimit -f)" in said
+    kept = host_needs(toy_job(2**20), Room(find_device("CPU"), 1))
+    values = {name: each.numel() for name, each in Model(TOY).named_parameters()}
+    frozen = sum(number for name, number in values.items() if "indexer" in name)
+    checkpoint = 12 * sum(values.values()) - 8 * frozen
+    assert "its part of a checkpoint" in shortages(kept, replace(PLENTY, file_bytes=checkpoint // 2))[0]
+    assert shortages(kept, replace(PLENTY, file_bytes=int(1.01 * checkpoint))) == []  # and buffers
+
+
+def test_a_process_may_map_what_its_tensors_take():
+    needs = host_needs(toy_job(2**22), Room(find_device("CPU"), 1))
+    least = 2**22 * 4 * (TOY.num_hidden_layers - 1) * 4 * 128  # layer inputs alone
+    (said,) = shortages(needs, replace(PLENTY, address_bytes=least))
+    assert said.startswith("address space: each rank maps at least") and "(ulimit -v)" in said
+    assert shortages(needs, replace(PLENTY, address_bytes=4 * least)) == []
+
+
 def test_descriptors_cover_what_real_ranks_open():
     """Counted on processes of this project's own: 9 in one, at most 26, 30 and 50 in two to four on these axes."""
     for counted, axes in (
@@ -137,21 +165,29 @@ def test_a_run_that_this_host_has_no_room_for_is_refused_with_numbers():
         check_host(toy_job(2**31), room, num_sources=1)
 
 
-def test_train_refuses_it_before_the_first_step(tmp_path):
+@pytest.mark.parametrize(
+    ("limit", "said"),
+    [
+        (
+            "NOFILE, (40, 40)",
+            "open files: each rank needs about 49 descriptors, and a process may have 40 (ulimit -n)",
+        ),
+        ("FSIZE, (2**20, 2**20)", "into one, and a process may write 0.00 GiB (ulimit -f)"),
+    ],
+)
+@pytest.mark.parametrize("command", [("train",), ("plan",)])
+def test_train_and_plan_refuse_it_before_the_first_step(command, limit, said, tmp_path):
     (tmp_path / "x.fa").write_text(">a\n" + "ACGT" * 2000 + "\n")
     (tmp_path / "r.toml").write_text(
         '[run]\nout = "run"\nthreads = 1\n[model]\nconfig = "toy"\n[kernels]\ncpu = "portable"\n'
         '[data]\nlength = 4096\ncache = "cache"\n[[data.sources]]\npath = "x.fa"\n[train]\nsteps = 1\nlr = 1e-3\n'
     )
     code = (
-        "import resource, sys; resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40)); sys.argv[0] = 'longstrand'; "
+        f"import resource, sys; resource.setrlimit(resource.RLIMIT_{limit}); sys.argv[0] = 'longstrand'; "
         "from longstrand.cli import main; main()"
     )
-    command = [sys.executable, "-c", code, "train", "r.toml"]
-    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert ended.returncode == 2
-    assert (
-        "open files: each rank needs about 49 descriptors, and a process may have 40 (ulimit -n)"
-        in ended.stderr
-    )
+    called = [sys.executable, "-c", code, *command, "r.toml"]
+    ended = subprocess.run(called, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert ended.returncode == (2 if command == ("train",) else 3)
+    assert said in ended.stderr
     assert not (tmp_path / "run" / "metrics.jsonl").exists()

@@ -14,6 +14,7 @@ from longstrand.model import Model
 from longstrand.plan.devices import find_device
 from longstrand.plan.job import Job
 from longstrand.plan.memory import plan_memory
+from longstrand.plan.room import memory_of
 from longstrand.plan.streams import streams_at_once
 from longstrand.plan.terms import Memory, total
 
@@ -54,6 +55,33 @@ def test_a_longer_sequence_never_needs_less(levers, tokens, more, context):
     longer = replace(job, length=tokens + more)
     assert everywhere(plan_memory(longer)) >= everywhere(plan_memory(job))
     assert plan_memory(longer).device_bytes >= plan_memory(job).device_bytes
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    levers=LEVERS,
+    tokens=st.integers(64, 2**20),
+    ranks=st.sampled_from([{}, {"context": 4}, {"data": 2, "context": 2, "expert": 4}, {"data": 3}]),
+    learns=st.sampled_from(
+        [
+            {},
+            {"trainable": ("head",)},
+            {"indexer": "sparse"},
+            {"indexer": "warmup", "trainable": ("indexer",)},
+        ]
+    ),
+    others=st.sampled_from(
+        [
+            {"dtype": "bfloat16", "kind": "gpu"},
+            {"sequences_per_step": 5},
+            {"balance": "bias", "data_skew": 1.5},
+        ]
+    ),
+)
+def test_one_walk_serves_wherever_streams_and_the_optimizer_go(levers, tokens, ranks, learns, others):
+    job = with_ranks(with_memory(toy_job(tokens, **learns, **others), **levers), **ranks)
+    found, walked = memory_of(job), plan_memory(job)
+    assert found == walked and list(found.phases) == list(walked.phases)
 
 
 @settings(max_examples=25, deadline=None)

@@ -111,7 +111,7 @@ def _sweep(asked: Asked, options: Options) -> None:
     plans = sweep(asked.job, asked.room, doubling_lengths(*ends))
     _warn_of_calibration(plans[0], options)
     if options.as_json:
-        typer.echo(json.dumps([_record(each, asked) for each in plans], indent=1))
+        typer.echo(json.dumps([_record(each, asked, alone=False) for each in plans], indent=1))
     else:
         from longstrand.cli.plan_tables import make_console, show_sweep
 
@@ -160,10 +160,10 @@ def _show(found: Plan, asked: Asked, options: Options) -> list[str]:
     return problems
 
 
-def _record(found: Plan, asked: Asked) -> dict[str, Any]:
+def _record(found: Plan, asked: Asked, *, alone: bool = True) -> dict[str, Any]:
     """For JSON."""
     fitted = found.room.fitted
-    return as_dict(found) | {
+    return as_dict(found, alone=alone) | {
         "model": asked.found.source,
         "not_judged_bytes": not_judged(found.job, found.room),
         "calibrated": None if fitted is None else fitted.as_dict(),

@@ -104,6 +104,8 @@ def of_recipe(options: Options, question: Question) -> Asked:
     found = _shape_of(recipe, name)
     job = Job.of(recipe, found.shape, _form(device, recipe.kernels.cpu, recipe.run.dtype), kind=device.kind)
     most_ranks = recipe.parallel.expert if question == "a plan" else found.shape.n_routed_experts
+    if question in ("--fit length", "--sweep"):
+        most_ranks = min(most_ranks, options.devices or job.world)
     threads = _threads(recipe.run.threads, device, options.devices or job.world)
     job = replace(job, data_skew=_data_skew(options, most_ranks), threads=threads)
     # Any other question chooses ranks and levers itself.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Set
 from dataclasses import fields
 from pathlib import Path
@@ -42,6 +43,9 @@ _WHY = {
 }
 
 _NAMES = {"recipe": "RECIPE", "more": "RUN", "overrides": "--set", "lengths": "--sweep", "as_json": "--json"}
+
+CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+"""What no comment of TOML may hold, nor a line of a message."""
 
 _RANGES = {
     "--devices": (1, 2**20, "devices"),
@@ -84,7 +88,11 @@ def require_new(option: str, path: Path) -> None:
     Raises:
         UserError: the file exists.
     """
-    if path.exists():
+    try:
+        exists = path.exists()
+    except OSError as error:
+        raise UserError(f"{option} {path}: {error.strerror}; choose another name") from error
+    if exists:
         raise UserError(
             f"{option} {path}: exists, and is never overwritten; remove it or choose another name"
         )
@@ -112,6 +120,8 @@ def _require_files(options: Options) -> None:
         raise UserError(f"--picture {picture}: must end in .svg or .png")
     for option, path in (("--picture", picture), ("--write", options.write)):
         if path is not None:
+            if CONTROL.search(str(path)):
+                raise UserError(f"{option} {str(path)!r}: has a control character; choose another name")
             require_new(option, path)
             if not path.absolute().parent.is_dir():
                 raise UserError(

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from longstrand.cli.plan_options import CONTROL
 from longstrand.config import Recipe, dump_toml
 from longstrand.config.writing import WIDTH
 from longstrand.errors import UserError
@@ -66,7 +67,7 @@ def write_plan(path: Path, plan: Plan, found: FoundShape, recipe: Recipe | None,
         f"{plan.seconds.tokens_per_second(plan.job):,.0f} tokens/s expected."
     )
     ask = "" if recipe else _ASK + _DRAWN * ("config" in model)
-    text = _HEADER.format(sentence=sentence, path=path, room=room, ask=ask)
+    text = _HEADER.format(sentence=_shown(sentence), path=path, room=_shown(room), ask=ask)
     written[path] = text + _explained(dump_toml(Recipe.model_validate(settings)), plan)
     for file in written:
         if file.exists():
@@ -76,6 +77,11 @@ def write_plan(path: Path, plan: Plan, found: FoundShape, recipe: Recipe | None,
     for file, content in written.items():
         _write_new(file, content)
     return list(written)
+
+
+def _shown(text: str) -> str:
+    """As a comment may hold it: a device's name may be of several lines."""
+    return CONTROL.sub("?", text)
 
 
 def _settings_of(plan: Plan, model: dict[str, Any], stem: str) -> dict[str, Any]:

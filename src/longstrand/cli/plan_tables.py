@@ -163,6 +163,11 @@ def show_host(needs: HostNeeds, machine: Machine, found: Sequence[str], console:
     files = "no limit" if machine.open_files is None else count(machine.open_files)
     table.add_row("open files per rank", count(needs.descriptors), files, "files, sockets and mapped sources")
     table.add_row("a checkpoint, GiB", gib(needs.checkpoint_bytes), "", "of the whole run")
+    what, num_bytes = needs.largest_file
+    if machine.address_bytes is not None:
+        table.add_row("mapped per rank, GiB", gib(needs.rank_bytes), gib(machine.address_bytes), "at least")
+    if machine.file_bytes is not None:
+        table.add_row("a file, GiB", gib(num_bytes), gib(machine.file_bytes), f"of a rank: {what}")
     console.print(table)
     for each in found:
         console.print(f"  {each}", markup=False, style="bold red")

@@ -7,13 +7,14 @@ import json
 import tomllib
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
 from longstrand.config.base import Record
 from longstrand.errors import UserError
+from longstrand.plan.terms import Kind
 
 GIB = 2**30
 
@@ -34,7 +35,7 @@ class Device(Record):
     """
 
     name: str = Field("", description="what a plan calls it")
-    kind: Literal["gpu", "cpu"] = Field("gpu", description="a CPU's memory is the host's")
+    kind: Kind = Field("gpu", description="a CPU's memory is the host's")
     memory_gib: float = Field(ge=0, lt=2**30, description="what a process can have, GiB", examples=[79.1])
     bfloat16_tflops: Rate = Field(
         description="matrix products in bfloat16, 10^12 operations per second", examples=[989.0]
@@ -94,8 +95,12 @@ def find_device(name_or_file: str) -> Device:
     for name, device in known.items():
         if name.lower() == name_or_file.lower():
             return device
-    path = Path(name_or_file).expanduser()
-    if not path.is_file():
+    try:
+        path = Path(name_or_file).expanduser()
+        is_there = path.is_file()
+    except (OSError, RuntimeError):  # too long a name, or "~" of someone without a home
+        is_there = False
+    if not is_there:
         raise UserError(
             f"--device {name_or_file}: no such device or file; one of {', '.join(known)}, or a TOML with its numbers "
             "(docs/planner.md)"

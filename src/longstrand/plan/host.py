@@ -34,6 +34,8 @@ class Machine:
         swap_bytes: beside it.
         open_files: per process; None: no limit.
         locked_bytes: that a process may pin; None: no limit.
+        address_bytes: of all that a process maps; None: no limit.
+        file_bytes: of one file that a process writes; None: no limit.
     """
 
     memory_bytes: int
@@ -41,6 +43,8 @@ class Machine:
     swap_bytes: int = 0
     open_files: int | None = None
     locked_bytes: int | None = None
+    address_bytes: int | None = None
+    file_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -68,6 +72,7 @@ class HostNeeds:
         checkpoint_bytes: all parameters and moments, of the whole run, once.
         pinned: of one rank; None: nothing is pinned.
         descriptors: of one process.
+        world: ranks of the run.
     """
 
     ranks: int
@@ -76,12 +81,24 @@ class HostNeeds:
     checkpoint_bytes: int
     pinned: Pinned | None
     descriptors: int
+    world: int = 1
+
+    @property
+    def rank_bytes(self) -> int:
+        """Memory of one process, all of which it maps."""
+        return total(self.memory) // self.ranks
+
+    @property
+    def largest_file(self) -> tuple[str, int]:
+        """What a rank writes into one file: its spool, or its part of a checkpoint, of which one is as large."""
+        spool, part = total(self.files) // self.ranks, self.checkpoint_bytes // self.world
+        return ("its spool", spool) if spool > part else ("its part of a checkpoint", part)
 
 
 def this_machine() -> Machine:
     """The limits of this process and its host."""
-    memory, rule, swap = _memory_limit()
-    return Machine(memory, rule, swap, _soft(resource.RLIMIT_NOFILE), _soft(resource.RLIMIT_MEMLOCK))
+    limits = (resource.RLIMIT_NOFILE, resource.RLIMIT_MEMLOCK, resource.RLIMIT_AS, resource.RLIMIT_FSIZE)
+    return Machine(*_memory_limit(), *map(_soft, limits))
 
 
 def free_bytes(folder: Path) -> int | None:
@@ -109,6 +126,7 @@ def host_needs(job: Job, room: Room, num_sources: int = 1) -> HostNeeds:
         checkpoint_bytes(job),
         pinned_by(job),
         descriptors_of(job, num_sources),
+        job.world,
     )
 
 
@@ -149,7 +167,7 @@ def descriptors_of(job: Job, num_sources: int) -> int:
 
 
 def shortages(needs: HostNeeds, machine: Machine, slack: float = 0.0) -> list[str]:
-    """What a host lacks in memory, pinned memory and descriptors: setting, value, rule, remedy.
+    """What a host lacks in memory, and what its processes may not take: setting, value, rule, remedy.
 
     Args:
         slack: part of a limit by which a need may exceed it unsaid, for what a plan does not know exactly.
@@ -178,6 +196,22 @@ def shortages(needs: HostNeeds, machine: Machine, slack: float = 0.0) -> list[st
         found.append(
             f"open files: each rank needs about {needs.descriptors:,} descriptors, and a process may have "
             f"{machine.open_files:,} (ulimit -n); raise that limit to {2 ** needs.descriptors.bit_length():,}"
+        )
+    return found + _shell_shortages(needs, machine, 1 + slack)
+
+
+def _shell_shortages(needs: HostNeeds, machine: Machine, within: float) -> list[str]:
+    """What the limits of a shell cut short that the machine itself has room for."""
+    found, (what, num_bytes) = [], needs.largest_file
+    if machine.address_bytes is not None and needs.rank_bytes > machine.address_bytes * within:
+        found.append(
+            f"address space: each rank maps at least {_gib(needs.rank_bytes)}, and a process may map "
+            f"{_gib(machine.address_bytes)} (ulimit -v); raise that limit, or lower data.length or memory.tile"
+        )
+    if machine.file_bytes is not None and num_bytes > machine.file_bytes * within:
+        found.append(
+            f"size of a file: each rank writes {what} of {_gib(num_bytes)} into one, and a process may write "
+            f"{_gib(machine.file_bytes)} (ulimit -f); raise that limit"
         )
     return found
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from math import lcm
 
 from longstrand.errors import UserError
 from longstrand.plan.job import Job
@@ -52,8 +53,8 @@ class Fewest:
 def longest_sequence(job: Job, room: Room) -> Longest | None:
     """The longest sequence, rounded down to a multiple of 1,024 tokens, with whatever levers it takes.
 
-    It is looked for near the longest with the levers of a length that is far too large, or of one where those end;
-    whether a length fits is what `search` says of it. None: not even 1,024 tokens fit.
+    It is looked for near the longest with levers that leave most room; whether a length fits is what `search` says of
+    it. None: not even 1,024 tokens fit.
     """
 
     def fits(length: int) -> bool:
@@ -61,11 +62,9 @@ def longest_sequence(job: Job, room: Room) -> Longest | None:
 
     if not fits(LENGTHS):
         return None
-    if fits(LONGEST):
+    near = _longest_with_most_room(job, room)
+    if near + LENGTHS == LONGEST and fits(LONGEST):
         return Longest(search(replace(job, length=LONGEST), room), None)
-    near, levers = LENGTHS, _reached(job, room, LONGEST)
-    while (longer := _longest_with(levers, room, near)) > near:
-        near, levers = longer, _reached(job, room, longer + LENGTHS)
     found = _last(fits, LENGTHS, near)
     plan = search(replace(job, length=found), room)
     return Longest(plan, search(replace(job, length=found + LENGTHS), room))
@@ -129,12 +128,43 @@ def _reached(job: Job, room: Room, length: int) -> Job:
     return reach(base, room, levers_for(base, room))
 
 
-def _longest_with(levers: Job, room: Room, fitting: int) -> int:
-    """The largest multiple of `LENGTHS` that fits with these levers; `fitting` where that does only with others.
+def _longest_with_most_room(job: Job, room: Room) -> int:
+    """The longest length with the levers that leave most room just beyond it, from the longest without any on.
+
+    First among lengths of whole tiles alone, which are planned in less time.
+    """
+    longest, levers, step = LENGTHS, without_levers(replace(job, length=LONGEST), room), 0
+    while True:
+        if step != LENGTHS:
+            step = lcm(LENGTHS, levers.parallel.context * levers.segments * levers.memory.tile)
+        longest = _longest_with(levers, room, longest, step)
+        here = replace(levers, length=longest + step)
+        levers = _roomiest(here, room)
+        if levers == here:
+            if step == LENGTHS:
+                return longest
+            step = LENGTHS
+
+
+def _roomiest(job: Job, room: Room) -> Job:
+    """Lever by lever, off or among its strongest, the value that leaves most room; again while that helps."""
+    levers, best, before = levers_for(without_levers(job, room), room), room_left(job, room), None
+    while job != before:
+        before = job
+        for lever in levers:
+            for value in (lever.values[0], *lever.tried):
+                candidate = lever.put(job, value)
+                if (left := room_left(candidate, room)) > best:
+                    job, best = candidate, left
+    return job
+
+
+def _longest_with(levers: Job, room: Room, fitting: int, step: int) -> int:
+    """The largest multiple of `step` that fits with these levers; `fitting` where only others fit, or none does.
 
     Bytes grow nearly in proportion to the length: where the line from one end to the other meets the limit is close.
     An end that stays counts half the next time, so that both close in (Illinois). Where a limit is met exactly
-    whatever the length, as a disk of which nothing is used, there is no such line, and the middle is tried.
+    there is no such line, and the middle is tried.
     """
 
     def left(length: int) -> int:
@@ -146,10 +176,10 @@ def _longest_with(levers: Job, room: Room, fitting: int) -> int:
         return fitting
     if at_high >= 0:
         return LONGEST - LENGTHS
-    while high - low > LENGTHS:
+    while (least := (low // step + 1) * step) < high:
         part = at_low / (at_low - at_high) if at_low > 0 else 0.5
-        near = low + int((high - low) * part) // LENGTHS * LENGTHS
-        length = min(max(near, low + LENGTHS), (high - 1) // LENGTHS * LENGTHS)
+        near = (low + int((high - low) * part)) // step * step
+        length = min(max(near, least), (high - 1) // step * step)
         found = left(length)
         if found >= 0:
             low, at_low, at_high = length, found, at_high / (2 if stayed == 1 else 1)

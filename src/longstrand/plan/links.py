@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from longstrand.architecture import DSA, KDA
 from longstrand.plan.exchanges import Received, dsa_received, kda_received, moe_received
 from longstrand.plan.job import Job, Weight
@@ -39,8 +41,8 @@ def exchange_work(passes: Passes) -> list[Work]:
             "DSA latents", totals["latents"] * n, "link", f"gathered over {context}, gradients back", context
         ),
         Work("MoE tokens", totals["tokens"] * n, "link", why, expert),
-        Work("weights gathered", _weights(passes), "link", "a layer at a time, each pass", job.world),
-        Work("gradients reduced", _gradients(passes), "link", "once per sequence", job.world),
+        Work("weights gathered", _weights(passes.counts), "link", "a layer at a time, each pass", job.world),
+        Work("gradients reduced", _gradients(passes.counts), "link", "once per sequence", job.world),
     ]
     return [work for work in found if work.amount]
 
@@ -156,6 +158,7 @@ def _moved(received: Received, times: LayerPasses) -> float:
     return sum(amount * ways[when] for (_, when), amount in received.items())
 
 
+@lru_cache(maxsize=256)
 def _weights(passes: Passes) -> float:
     """Of each layer, and of the root around them, what this rank has not, each time that it is gathered."""
     total = 0.0
@@ -172,6 +175,7 @@ def _gatherings(times: LayerPasses) -> int:
     return times.there + (times.back or times.warms)
 
 
+@lru_cache(maxsize=256)
 def _gradients(passes: Passes) -> float:
     """Summed in float32 or wider: of a weight that is cut a rank receives its rows', of a whole one all, twice."""
     job, total = passes.job, 0.0

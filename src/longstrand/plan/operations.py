@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from longstrand.architecture import DSA, KDA, Architecture
 from longstrand.plan.job import Job
@@ -144,7 +145,7 @@ def memory_work(passes: Passes) -> list[Work]:
         Work("gathers", gathers * tokens, "gathers", "latents of the selected tokens"),
         Work(
             "weights of tiles",
-            _weights_of_tiles(passes),
+            _weights_of_a_tile(passes.counts) * passes.tiles * job.passes,
             "memory",
             f"{passes.tiles} tiles read and add to them",
         ),
@@ -257,8 +258,9 @@ def _gathered(job: Job) -> float:
     return attended * job.shape.kv_lora_rank * job.itemsize * (1 if job.form == "native" else 4)
 
 
-def _weights_of_tiles(passes: Passes) -> float:
-    """Every tile reads the weights of its layer, and adds its gradients to theirs: a product, a sum, a store."""
+@lru_cache(maxsize=256)
+def _weights_of_a_tile(passes: Passes) -> float:
+    """A tile reads the weights of its layer, and adds its gradients to theirs: a product, a sum, a store."""
     job, total = passes.job, 0.0
     for weight in passes.weights:
         share = job.parallel.expert if weight.is_expert else 1
@@ -269,7 +271,7 @@ def _weights_of_tiles(passes: Passes) -> float:
         read = (times.forward + times.back + again) * weight.num_bytes
         added = 3 * times.back * weight.trains * weight.num_values * job.wide
         total += (read + added) / share
-    return total * passes.tiles * job.passes
+    return total
 
 
 def _optimizer_bytes(passes: Passes) -> float:

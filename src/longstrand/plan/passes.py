@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from longstrand.architecture import DSA
@@ -36,6 +36,16 @@ class Passes:
     """What a step of a job computes how often on one rank."""
 
     job: Job
+
+    @cached_property
+    def counts(self) -> Passes:
+        """Those of a job that computes each layer as often, whatever its length, its tile and where things move.
+
+        What is summed over all weights depends on nothing else, so that it is summed once for many jobs.
+        """
+        still = {"tile": 1, "offload": "none", "optimizer": "device", "spool": None}
+        memory = self.job.memory.model_copy(update=still)
+        return Passes(replace(self.job, length=2, memory=memory, data_skew=1.0, threads=1))
 
     @cached_property
     def weights(self) -> list[Weight]:

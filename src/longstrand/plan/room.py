@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
+from longstrand.config import MemorySection, ParallelSection
 from longstrand.plan.calibrated import Calibrated
 from longstrand.plan.devices import GIB, Device
 from longstrand.plan.job import Job
 from longstrand.plan.memory import plan_memory
-from longstrand.plan.terms import Memory, Place, Term, total
+from longstrand.plan.terms import Memory, Place, Term, evidence_of, total
+from longstrand.plan.walk import COPIES, INPUTS, MEAN, MOMENTS
 
 PROCESS_BYTES = {"cpu": 208 * 2**20, "gpu": 3 * GIB}
 """Host memory of one process before it holds a tensor: Python, torch, and on a GPU CUDA's and NCCL's."""
@@ -71,8 +73,42 @@ class Room:
 
 @lru_cache(maxsize=4096)
 def memory_of(job: Job) -> Memory:
-    """As `plan_memory`, once per job."""
+    """As `plan_memory`, once per job, and walked once wherever streams and the optimizer leave the device for."""
+    if job.memory.offload == "disk":
+        return _in_files(memory_of(_with(job, offload="host")), job)
+    if job.memory.optimizer == "host":
+        return _beside_optimizer(memory_of(_with(job, optimizer="device")), _optimizer_terms(job))
     return plan_memory(job)
+
+
+def _with(job: Job, **changes: str) -> Job:
+    return replace(job, memory=job.memory.model_copy(update=changes))
+
+
+def _in_files(memory: Memory, job: Job) -> Memory:
+    """Streams in files instead of in a host's memory: as many slots, of the same size."""
+    evidence = evidence_of(job.kind, "file")
+    elsewhere = tuple(
+        replace(term, place="file", evidence=evidence) if term.name in (INPUTS, MEAN) else term
+        for term in memory.elsewhere
+    )
+    return Memory(memory.phases, elsewhere)
+
+
+def _beside_optimizer(memory: Memory, terms: tuple[Term, ...]) -> Memory:
+    """With AdamW's state on the host; on the device it was as large all along, so that each peak stays where it was."""
+    phases = {
+        phase: tuple(term for term in held if term.name not in (MOMENTS, COPIES))
+        for phase, held in memory.phases.items()
+    }
+    return Memory(phases, terms + memory.elsewhere)
+
+
+def _optimizer_terms(job: Job) -> tuple[Term, ...]:
+    """On the host; they depend on the ranks and what is trained, so that a single pool of tokens has the same."""
+    ranks, pool = ParallelSection(data=job.world, expert=job.parallel.expert), max(2, job.shape.index_kpool)
+    least = replace(job, length=pool, sequences_per_step=1, parallel=ranks, data_skew=1.0, threads=1)
+    return plan_memory(replace(least, memory=MemorySection(optimizer="host"))).elsewhere
 
 
 def host_terms(memory: Memory, room: Room) -> tuple[Term, ...]:
@@ -122,8 +158,9 @@ def not_judged(job: Job, room: Room) -> dict[Place, int]:
 
 
 def room_left(job: Job, room: Room) -> int:
-    """Bytes to the nearest limit; less than 0: to the one that is exceeded most."""
-    return min(_left(job, room).values(), default=0)
+    """Bytes to the nearest limit of what is used; less than 0: to the one that is exceeded most."""
+    left = _left(job, room)
+    return min((num_bytes for place, num_bytes in left.items() if needed(job, room, place)), default=0)
 
 
 def _left(job: Job, room: Room) -> dict[Place, int]:

@@ -26,6 +26,7 @@ def require_possible(job: Job) -> None:
         require_divisor_of_experts(mesh.expert, shape.n_routed_experts)
         require_a_row_of_each(mesh.receive_rows(memory.tile), mesh.expert)
     require_effect(job.balance, job.indexer, job.length, shape)
+    require_a_pass_before_gradients(memory.recompute, job.balance, job.indexer)
     present = {weight.group for weight in job.weights() if not weight.is_buffer}
     groups_that_learn(job.trainable, job.indexer, [group for group in GROUPS if group in present])
     for setting, value in (("offload", memory.offload), ("optimizer", memory.optimizer)):
@@ -69,6 +70,15 @@ def require_effect(balance: str, indexer: str, length: int, shape: Architecture)
         raise UserError(
             f"data.length = {length}: no sequence completes a pool of {shape.index_kpool} tokens, so "
             f'train.indexer = "{indexer}" learns nothing; raise the length, or set it to "frozen"'
+        )
+
+
+def require_a_pass_before_gradients(recompute: bool, balance: str, indexer: str) -> None:
+    """Graphs kept as they come are of the only pass, before what some losses need of all of it is known."""
+    if not recompute and (indexer == "warmup" or balance == "aux"):
+        raise UserError(
+            'memory.recompute = false: train.indexer = "warmup" and train.balance = "aux" need a whole forward pass '
+            "before the first gradient; set memory.recompute = true"
         )
 
 

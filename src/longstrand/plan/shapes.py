@@ -50,16 +50,20 @@ def find_shape(name_or_config: str) -> FoundShape:
         return FoundShape(
             name_or_config, _shipped(name_or_config), f"shipped config {name_or_config}", name_or_config
         )
-    if not has_its_home(name_or_config) or "\0" in name_or_config:
+    if not name_or_config or not has_its_home(name_or_config) or "\0" in name_or_config:
         raise UserError(f"--model {name_or_config!r}: no valid path; write it in full")
     path = Path(name_or_config).expanduser()
-    if path.is_dir():
+    try:
+        is_folder, is_file = path.is_dir(), path.is_file()
+    except OSError as error:
+        raise UserError(f"--model {path}: {error.strerror}; check the path") from error
+    if is_folder:
         if not (path / "config.json").is_file():
             raise UserError(
                 f"--model {path}: a folder without config.json; give a folder of weights, or a config"
             )
         return FoundShape(str(path), _read(path / "config.json"), str(path), name_or_config, is_folder=True)
-    if path.is_file():
+    if is_file:
         return FoundShape(str(path), _read(path), str(path), name_or_config)
     text, names = name_or_config.lower(), built_in_shapes()
     near = [name for name in names if text in name] or get_close_matches(text, names, n=1, cutoff=0.5)

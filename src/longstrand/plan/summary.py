@@ -7,6 +7,9 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from pydantic import ValidationError
+
+from longstrand.config import MemorySection
 from longstrand.errors import UserError
 from longstrand.plan.devices import GIB
 from longstrand.plan.job import Job
@@ -111,8 +114,8 @@ def faster_with(plan: Plan) -> list[Faster]:
     found = list[Faster]()
     settings = {"recompute": False} | ({"keep_fronts": True} if plan.job.parallel.context > 1 else {})
     for name, value in settings.items() if plan.fits else ():
-        job = replace(plan.job, memory=plan.job.memory.model_copy(update={name: value}))
-        if job == plan.job or not _possible(job) or missing(job, plan.room):
+        job = _possible(plan.job, {name: value})
+        if job is None or job == plan.job or missing(job, plan.room):
             continue
         gain = plan.seconds.total / seconds_of(job, plan.room).total - 1
         if gain > WORTH:
@@ -121,12 +124,14 @@ def faster_with(plan: Plan) -> list[Faster]:
     return found
 
 
-def _possible(job: Job) -> bool:
+def _possible(job: Job, changes: dict[str, bool]) -> Job | None:
+    """The job with other settings of its memory; None where a recipe could not say them."""
     try:
-        require_possible(job)
-    except UserError:
-        return False
-    return True
+        changed = replace(job, memory=MemorySection.model_validate(job.memory.model_dump() | changes))
+        require_possible(changed)
+    except (UserError, ValidationError):
+        return None
+    return changed
 
 
 def loading_bytes(plan: Plan) -> int:
@@ -147,9 +152,14 @@ def loading_bytes(plan: Plan) -> int:
     return plan.room.ranks_per_host * (rows_of(job).own_bytes + round(largest * copies) + embedding)
 
 
-def as_dict(plan: Plan) -> dict[str, Any]:
-    """Everything a plan says, in bytes and seconds."""
+def as_dict(plan: Plan, *, alone: bool = True) -> dict[str, Any]:
+    """Everything a plan says, in bytes and seconds.
+
+    Args:
+        alone: whether it is all that was asked, and no row of many: then with what would use the room that it leaves.
+    """
     job, room = plan.job, plan.room
+    faster = {"faster_with": [asdict(each) for each in faster_with(plan)]} if alone else {}
     return {
         "fits": plan.fits,
         "missing_bytes": dict(plan.missing),
@@ -170,7 +180,7 @@ def as_dict(plan: Plan) -> dict[str, Any]:
         "host": {"bytes": total(terms_in(plan, "host")), "terms": _dicts(terms_in(plan, "host"))},
         "files": {"bytes": total(terms_in(plan, "file")), "terms": _dicts(terms_in(plan, "file"))},
         "loading_bytes_per_host": loading_bytes(plan),
-        "faster_with": [asdict(each) for each in faster_with(plan)],
+        **faster,
         "seconds": {
             "total": plan.seconds.total,
             "tokens_per_second": plan.seconds.tokens_per_second(job),

@@ -8,7 +8,7 @@ from typing import Literal
 
 Place = Literal["device", "host", "file"]
 
-Kind = Literal["cpu", "gpu"]
+Kind = Literal["gpu", "cpu"]
 """Of a device."""
 
 _COUNTED: Mapping[Kind, str] = {
