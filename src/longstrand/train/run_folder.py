@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import re
 import shlex
@@ -22,6 +23,7 @@ from longstrand.errors import UserError
 from longstrand.ops.native import use_native
 from longstrand.parallel import Mesh, by_first, one_process, together
 
+_log = logging.getLogger(__name__)
 _BEFORE_A_RUN = re.compile(r"log(_rank[0-9]+)?\.txt|certificate\.json")
 _MESH = {f"parallel.{name}" for name in ("data", "context", "expert", "segments", "receive")}
 MAY_CHANGE = {"kernels.cpu", "kernels.require", "memory.spool", "run.out", "train.steps", *_MESH}
@@ -53,6 +55,11 @@ class Started:
         if self.torchrun is not None:
             return f"torchrun {self.torchrun.format(ranks)} -m {train}"
         return f"{train} --workers {ranks}"
+
+    def log_warnings(self) -> None:
+        """Says what was found wrong then; called once the log is open."""
+        for each in self.warnings:
+            _log.warning("%s", each)
 
 
 @contextmanager

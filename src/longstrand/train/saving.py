@@ -18,6 +18,7 @@ from longstrand.model import Model
 from longstrand.parallel import Mesh, as_stored, by_first, local_part, said_once
 from longstrand.state import (
     FOLDER,
+    has_checkpoint,
     latest_checkpoint,
     load_checkpoint,
     prune_checkpoints,
@@ -133,7 +134,7 @@ def _reopen(run: Path) -> Path | None:
     if stale := remove_unfinished(run):
         _log.warning("removed %d unfinished checkpoint folders that a killed run left", stale)
     newest = latest_checkpoint(run)
-    if newest is None and list((run / FOLDER).glob("step_*")):
+    if newest is None and has_checkpoint(run):
         raise UserError(
             f"{run / FOLDER}: none of its checkpoints is whole; restore one, or remove them all to begin at step 0"
         )
