@@ -78,6 +78,23 @@ def test_a_console_that_was_lost_before_is_a_line_of_each_log(tmp_path, no_reade
             assert (tmp_path / name).read_text().count(LOST.format("Broken pipe")) == 1
 
 
+def test_what_is_lost_after_a_run_leaves_its_log_as_it_was(tmp_path, no_reader):
+    log = tmp_path / "log.txt"
+    with os.fdopen(os.dup(no_reader), "w") as file:
+        stream, told = shown(file), []
+        stream.lost = told.append
+        own, console = Console(file=stream), Console(file=file)
+        with logged_to(own, log):
+            pass
+        with logged_to(console, tmp_path / "other.txt"):
+            assert shown(console.file) is console.file
+        assert console.file is file
+        log.unlink()
+        own.print("for nobody")
+        assert [error.strerror for error in told] == ["Broken pipe"]
+    assert not log.exists()
+
+
 def test_a_console_is_made_to_last_once():
     stream = shown(sys.stderr)
     assert shown(stream) is stream
