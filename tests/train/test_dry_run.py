@@ -1,4 +1,4 @@
-"""A dry run refuses a folder that a run could not write, as the run would, and leaves everything as it was."""
+"""A dry run refuses a folder that a run could not write, as the run would, and leaves no file in it."""
 
 import os
 import re

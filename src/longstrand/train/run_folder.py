@@ -122,7 +122,7 @@ def check_unused(run: Path, *, resume: bool, started: Started = Started()) -> bo
 
 
 def require_place(run: Path) -> None:
-    """Checks that the folder can be made and written, or what a run wrote there before, and leaves nothing behind.
+    """Checks that the folder can be made and written, or what a run wrote there before; leaves no file in it.
 
     What is not there of its path is made, and removed, below a folder of a passing name.
 
