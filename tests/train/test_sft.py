@@ -208,8 +208,8 @@ def test_a_resumed_run_with_nothing_to_go_on_from_begins_and_says_so(finished, t
         shutil.rmtree(run / "checkpoints")
         (run / "checkpoints/step_000005_old").mkdir(parents=True)  # not the name of a checkpoint
         _resume(run)
-    cut = 0 if before == "no folder" else 5
-    said = f"--resume: run.out = {run} holds no checkpoint to go on from: it begins at step 0; {cut} lines of"
+    cut = "" if before == "no folder" else "; 5 lines of metrics.jsonl were cut"
+    said = f"--resume: run.out = {run} holds no checkpoint to go on from: it begins at step 0{cut}\n"
     assert f"warning: {said}" in capsys.readouterr().err
     assert (run / "log.txt").read_text().count(f"WARNING {said}") == 1
     assert [line["step"] for line in metrics(run)] == [1, 2, 3, 4, 5]

@@ -121,6 +121,15 @@ def check_unused(run: Path, *, resume: bool, started: Started = Started()) -> bo
     return bool(found)
 
 
+def holds_run(recipe: Recipe) -> bool:
+    """Whether `run.out` holds a run, for a command that goes on by itself with one that was stopped.
+
+    Raises:
+        UserError: it holds something else.
+    """
+    return check_unused(Path(recipe.run.out).expanduser(), resume=True)
+
+
 def require_place(run: Path) -> None:
     """Checks that the folder can be made and written, or what a run wrote there before; leaves no file in it.
 

@@ -113,8 +113,9 @@ def restore(run: Path, training: Training, steps: int, *, resume: bool = False) 
         return
     if newest is not None:
         _log.info("going on from %s; %d lines of metrics.jsonl after it were cut", newest.name, cut)
-    elif resume or cut:
-        say_nothing_to_resume(run, f"it begins at step 0; {cut} lines of metrics.jsonl were cut")
+    elif resume:
+        then = f"; {cut} lines of metrics.jsonl were cut" if cut else ""
+        say_nothing_to_resume(run, f"it begins at step 0{then}")
 
 
 def say_nothing_to_resume(run: Path, then: str) -> None:
