@@ -10,20 +10,27 @@ from typing import Any, TextIO
 
 
 class Shown:
-    """A stream for a person to read: once it takes no more, what comes is dropped.
-
-    Attributes:
-        lost: is told why, once, by the thread that met it.
-    """
+    """A stream for a person to read: once it takes no more, what comes is dropped."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
-        self._gone = False
-        self.lost: Callable[[OSError], None] = lambda _: None
+        self._error: OSError | None = None
+        self._lost: Callable[[OSError], None] = lambda _: None
+
+    @property
+    def lost(self) -> Callable[[OSError], None]:
+        """Is told why nothing more is taken: by the thread that meets it, or at once where that was before."""
+        return self._lost
+
+    @lost.setter
+    def lost(self, tell: Callable[[OSError], None]) -> None:
+        self._lost = tell
+        if self._error is not None:
+            tell(self._error)
 
     def write(self, text: str) -> int:
         """Writes the text, or drops it."""
-        if not self._gone:
+        if self._error is None:
             try:
                 self._stream.write(text)
             except OSError as error:
@@ -32,7 +39,7 @@ class Shown:
 
     def flush(self) -> None:
         """Hands on what is held, or drops it."""
-        if not self._gone:
+        if self._error is None:
             try:
                 self._stream.flush()
             except OSError as error:
@@ -42,9 +49,9 @@ class Shown:
         return getattr(self._stream, name)
 
     def _lose(self, error: OSError) -> None:
-        self._gone = True
+        self._error = error
         _silence(self._stream)
-        self.lost(error)
+        self._lost(error)
 
 
 def shown(stream: Any) -> Any:

@@ -203,6 +203,11 @@ def latest_checkpoint(run: Path) -> Path | None:
     return None
 
 
+def has_checkpoint(run: Path) -> bool:
+    """Whether a run has a folder with the name of a checkpoint, whole or not."""
+    return bool(_checkpoints(run))
+
+
 def prune_checkpoints(run: Path, keep: int) -> None:
     """Deletes all but the newest `keep` checkpoints; call it only once the newest is whole."""
     for folder in _checkpoints(run)[keep:]:

@@ -1,4 +1,4 @@
-"""Numbers as people read them: units, percentages, counts, times, bytes."""
+"""What people read: numbers as units, percentages, counts, times, bytes; an error in a line."""
 
 from __future__ import annotations
 
@@ -122,3 +122,8 @@ def duration(seconds: float) -> str:
         if whole >= size:
             return f"{whole // size} {large} {whole % size // step} {small}"
     return f"{whole} s"
+
+
+def one_line(error: Exception) -> str:
+    """The first line of what an error says, its kind where it says nothing."""
+    return str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -49,6 +49,17 @@ def test_a_finished_demo_only_writes_its_report_again(finished: Path, monkeypatc
     assert (run / "metrics.jsonl").read_bytes() == metrics
 
 
+def test_a_new_demo_has_no_word_of_going_on_and_one_that_is_there_has(
+    finished: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(demo, "load_recipe", lambda name: load_recipe(name, SMALL))
+    log = finished / "seed_0" / "log.txt"
+    assert "resume" not in log.read_text()
+    before = log.read_text().count("going on from step_000001")
+    run_demo(finished, seeds=2)
+    assert log.read_text().count("going on from step_000001") == before + 1
+
+
 def test_the_shipped_checkpoint_has_the_curriculum_s_shape_and_a_card():
     model = load_model(SHIPPED / "checkpoint")
     assert model.architecture == Architecture.from_hf(json.loads(CONFIG.read_text()))

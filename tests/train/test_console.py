@@ -66,6 +66,35 @@ def test_neither_a_live_line_nor_a_plain_one_ends_anything(tmp_path, no_reader, 
     assert (tmp_path / "log.txt").read_text().count("Broken pipe") == 1
 
 
+def test_a_console_that_was_lost_before_is_a_line_of_each_log(tmp_path, no_reader):
+    """As in the second run of `longstrand demo --seeds 2 2>&1 | head -1`."""
+    with os.fdopen(os.dup(no_reader), "w") as file:
+        stream = shown(file)
+        stream.write("for nobody")
+        stream.flush()
+        for name in ("log_0.txt", "log_1.txt"):
+            with logged_to(Console(file=stream), tmp_path / name):
+                pass
+            assert (tmp_path / name).read_text().count(LOST.format("Broken pipe")) == 1
+
+
+def test_what_is_lost_after_a_run_leaves_its_log_as_it_was(tmp_path, no_reader):
+    log = tmp_path / "log.txt"
+    with os.fdopen(os.dup(no_reader), "w") as file:
+        stream, told = shown(file), []
+        stream.lost = told.append
+        own, console = Console(file=stream), Console(file=file)
+        with logged_to(own, log):
+            pass
+        with logged_to(console, tmp_path / "other.txt"):
+            assert shown(console.file) is console.file
+        assert console.file is file
+        log.unlink()
+        own.print("for nobody")
+        assert [error.strerror for error in told] == ["Broken pipe"]
+    assert not log.exists()
+
+
 def test_a_console_is_made_to_last_once():
     stream = shown(sys.stderr)
     assert shown(stream) is stream

@@ -1,4 +1,4 @@
-"""A dry run refuses a folder that a run could not write, as the run would, and leaves everything as it was."""
+"""A dry run refuses a folder that a run could not write, as the run would, and leaves no file in it."""
 
 import os
 import re
@@ -11,8 +11,9 @@ from tiny_runs import recipe_in
 
 from longstrand.config import load_recipe
 from longstrand.errors import UserError
+from longstrand.train.dry_run import check
 from longstrand.train.run_folder import require_place
-from longstrand.train.sft import check, train
+from longstrand.train.sft import train
 
 
 def _long(folder):
@@ -90,6 +91,7 @@ def test_a_run_that_is_to_be_resumed_is_left_as_it_is(tmp_path, capsys):
     assert _files(tmp_path) == before
     assert "--resume" not in capsys.readouterr().err
     shutil.rmtree(run / "checkpoints")
+    (run / "checkpoints/step_000005_old").mkdir(parents=True)  # not the name of a checkpoint
     check(_in(tmp_path, run), resume=True)
     said = f"--resume: run.out = {run} holds no checkpoint to go on from: the run would begin at step 0"
     assert said in capsys.readouterr().err

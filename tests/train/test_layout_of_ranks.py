@@ -21,9 +21,9 @@ from longstrand.plan.links import host_optimizer_work
 from longstrand.plan.operations import memory_work
 from longstrand.plan.passes import Passes
 from longstrand.plan.sizes import Sizes
+from longstrand.train.dry_run import check
 from longstrand.train.layout import layout_of
 from longstrand.train.planning import job_of
-from longstrand.train.sft import check
 from longstrand.trained import model_source
 
 NAME = "glm-5.3-flash_1m_64gpus"

@@ -17,7 +17,8 @@ from longstrand.memory import levers_of, store
 from longstrand.model.parallelize import parallelize
 from longstrand.parallel import make_mesh, run_ranks
 from longstrand.train import levers as checked
-from longstrand.train.sft import check, train
+from longstrand.train.dry_run import check
+from longstrand.train.sft import train
 from longstrand.train.signals import Stopped
 
 DISK = ("memory.tile=40", "memory.offload=disk", "memory.keep_every=2")

@@ -20,8 +20,9 @@ from longstrand.parallel import one_process
 from longstrand.series import read_series
 from longstrand.state import load_checkpoint
 from longstrand.train import sft
+from longstrand.train.dry_run import check
 from longstrand.train.schedule import learning_rate
-from longstrand.train.sft import check, train
+from longstrand.train.sft import train
 from longstrand.train.signals import Stopped
 
 
@@ -205,9 +206,10 @@ def test_a_resumed_run_with_nothing_to_go_on_from_begins_and_says_so(finished, t
     else:
         _copy(finished, tmp_path)
         shutil.rmtree(run / "checkpoints")
+        (run / "checkpoints/step_000005_old").mkdir(parents=True)  # not the name of a checkpoint
         _resume(run)
-    cut = 0 if before == "no folder" else 5
-    said = f"--resume: run.out = {run} holds no checkpoint to go on from: it begins at step 0; {cut} lines of"
+    cut = "" if before == "no folder" else "; 5 lines of metrics.jsonl were cut"
+    said = f"--resume: run.out = {run} holds no checkpoint to go on from: it begins at step 0{cut}\n"
     assert f"warning: {said}" in capsys.readouterr().err
     assert (run / "log.txt").read_text().count(f"WARNING {said}") == 1
     assert [line["step"] for line in metrics(run)] == [1, 2, 3, 4, 5]

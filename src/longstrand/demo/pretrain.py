@@ -22,6 +22,7 @@ from longstrand.config import Recipe
 from longstrand.demo.kin import Kin, generate
 from longstrand.errors import UserError
 from longstrand.export import export_run
+from longstrand.train.run_folder import holds_run
 from longstrand.train.sft import train
 
 SHIPPED = Path(str(resources.files("longstrand"))) / "demo_data"
@@ -108,8 +109,8 @@ def pretrain(out: Path) -> Path:
         if not weights.exists():
             _log.info("stage %s: %d sequences", stage.name, stage.sequences)
             write_sequences(stage, out / stage.name / "sequences.fa")
-            run = train(recipe_of(stage, out, before), resume=True)
-            export_run(run, weights)
+            recipe = recipe_of(stage, out, before)
+            export_run(train(recipe, resume=holds_run(recipe)), weights)
         before = weights
     if before is None:
         raise UserError(f"{CURRICULUM}: has no stage")

@@ -7,6 +7,7 @@ from pathlib import Path
 from longstrand.config import Recipe, load_recipe
 from longstrand.demo.pretrain import SHIPPED
 from longstrand.report import write_report
+from longstrand.train.run_folder import holds_run
 from longstrand.train.sft import train
 
 
@@ -25,9 +26,8 @@ def run_demo(out: Path, seeds: int = 1) -> Path:
         report.html of the first seed.
     """
     folders = demo_folders(Path(out), seeds)
-    reports = [
-        write_report(train(demo_recipe(folder, seed), resume=True)) for seed, folder in enumerate(folders)
-    ]
+    recipes = [demo_recipe(folder, seed) for seed, folder in enumerate(folders)]
+    reports = [write_report(train(recipe, resume=holds_run(recipe))) for recipe in recipes]
     return reports[0]
 
 

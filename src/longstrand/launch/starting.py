@@ -19,8 +19,9 @@ from longstrand.omp_threads import flaw_of_told_threads
 from longstrand.parallel import Axis, all_ranks, by_first
 from longstrand.parallel.processes import MEETING_SECONDS
 from longstrand.rank_process import under_torchrun
+from longstrand.train.dry_run import check
 from longstrand.train.run_folder import Started
-from longstrand.train.sft import check, train
+from longstrand.train.sft import train
 
 
 def start_training(

@@ -34,7 +34,7 @@ def write_report(run: Path) -> Path:
     run = Path(run)
     folder = read_run_folder(run)
     for flaw in folder.flaws:
-        _log.warning("%s", f"{run}: {flaw.removesuffix('.')}")
+        _log.warning("%s: %s", run, flaw.removesuffix("."))
     unit = unit_for(folder.setting("data", "tokenizer"), formats(folder.ledger))
     findings = find(folder, unit)
     plots = (plot_positions(folder, findings, unit), plot_loss(folder, unit), plot_run(folder))

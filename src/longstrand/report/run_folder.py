@@ -14,6 +14,7 @@ from longstrand.plan.plan_files import flaw_of_memory, flaw_of_plan
 from longstrand.report.certificate import check_certificate
 from longstrand.report.steps import read_steps
 from longstrand.series import Series, is_number, read_series
+from longstrand.wording import one_line
 
 CERTIFICATE = "certificate.json"  # which is no file of a run: certify writes it into any folder
 PLAN, MEMORY = "plan.json", "memory.json"  # which older runs have not
@@ -121,7 +122,7 @@ def _parse_recipe(path: Path, text: str | None) -> dict[str, Any] | None:
     try:
         return None if text is None else tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError) as error:
-        raise UserError(f"{path}: not valid TOML ({_one_line(error)}); restore it from the recipe") from error
+        raise UserError(f"{path}: not valid TOML ({one_line(error)}); restore it from the recipe") from error
 
 
 def _read_json(path: Path) -> Any:
@@ -131,7 +132,7 @@ def _read_json(path: Path) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}: not valid JSON ({_one_line(error)}); the file is damaged") from error
+        raise UserError(f"{path}: not valid JSON ({one_line(error)}); the file is damaged") from error
 
 
 def _read_checked(path: Path, flaw_of: Callable[[Any], str | None]) -> tuple[Any, str | None]:
@@ -143,7 +144,3 @@ def _read_checked(path: Path, flaw_of: Callable[[Any], str | None]) -> tuple[Any
     else:
         flaw = None if found is None and not path.exists() else flaw_of(found)
     return (found, None) if flaw is None else (None, f"{path.name}: damaged: {flaw}; nothing compared.")
-
-
-def _one_line(error: Exception) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -10,7 +10,7 @@ from typing import Any
 
 from longstrand.errors import UserError
 from longstrand.series import is_count, is_number
-from longstrand.wording import count
+from longstrand.wording import count, one_line
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,7 @@ def read_steps(path: Path, text: str) -> Steps:
             if number == len(lines):
                 torn = True
                 continue
-            reason = str(error).splitlines()[0]
-            raise UserError(f"{path}, line {number}: not valid JSON ({reason})") from error
+            raise UserError(f"{path}, line {number}: not valid JSON ({one_line(error)})") from error
         step = record.get("step") if isinstance(record, dict) else None
         if not is_count(step):
             raise UserError(f"{path}, line {number}: step = {step!r}: must be a whole number from 0")

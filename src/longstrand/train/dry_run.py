@@ -1,4 +1,4 @@
-"""`longstrand train --dry-run` of a recipe for more ranks than there are: its layout, and what could be checked."""
+"""`longstrand train --dry-run`: what a run would find; of a recipe for more ranks than there are, its layout."""
 
 from __future__ import annotations
 
@@ -13,14 +13,21 @@ from rich.table import Table
 from longstrand.architecture import Architecture
 from longstrand.config import Recipe
 from longstrand.data import open_data
+from longstrand.errors import UserError
 from longstrand.model.hf import read_architecture, read_json
+from longstrand.parallel import one_process
 from longstrand.plan.host import this_machine
 from longstrand.plan.room import PROCESS_BYTES
 from longstrand.plan.summary import gib
 from longstrand.plan.terms import Place, total
+from longstrand.state import has_checkpoint
 from longstrand.train.evaluation import evaluation_packs
 from longstrand.train.fit import require_effect, require_vocabulary
 from longstrand.train.layout import Layout, device_of, layout_of
+from longstrand.train.progress import logged_to
+from longstrand.train.run_folder import Started, check_unused, require_place, resolve_recipe
+from longstrand.train.saving import say_nothing_to_resume
+from longstrand.train.sft import prepare, spread
 from longstrand.trained import model_source
 from longstrand.wording import count
 
@@ -30,6 +37,30 @@ NOT_RUN = (
     "counted, not run: no weight was read, nothing was computed or exchanged, and no run of this code on GPUs has been "
     "made"
 )
+
+
+def check(recipe: Recipe, *, resume: bool = False, started: Started = Started(), here: bool = False) -> None:
+    """Opens data, model and optimizer as `train` would, in one process, says what they are, and writes no run.
+
+    A recipe for more ranks than there are is counted on pretended ones, without weights; see `check_layout`.
+
+    Args:
+        here: whether such a recipe is to run on this machine, which then must be able to write its folder.
+
+    Raises:
+        UserError: as `train`.
+        RunFailed: the spool's disk has no room.
+    """
+    with logged_to(Console(stderr=True), None):
+        started.log_warnings()
+        _check_out(Path(recipe.run.out), resume=resume, here=here or recipe.parallel.world == 1)
+        resolved = resolve_recipe(recipe)
+        if resolved.parallel.world > 1:
+            check_layout(resolved, Console(stderr=True, width=100))
+            return
+        prepared = prepare(resolved)
+        evaluation_packs(resolved, prepared.data)
+        spread(resolved, prepared, one_process())
 
 
 def check_layout(recipe: Recipe, console: Console) -> Layout:
@@ -54,6 +85,19 @@ def check_layout(recipe: Recipe, console: Console) -> Layout:
         _log.info("note: the model was made for %s, and is given %s", made_for, f"{recipe.data.length:,}")
     _log.info(NOT_RUN)
     return layout
+
+
+def _check_out(run: Path, *, resume: bool, here: bool) -> None:
+    """The run's folder, in which nothing is left."""
+    check_unused(run.expanduser(), resume=resume)
+    if resume and not has_checkpoint(run.expanduser()):
+        say_nothing_to_resume(run, "the run would begin at step 0")
+    try:
+        require_place(run)
+    except UserError as error:
+        if here:
+            raise
+        _log.warning("if it is to run on this machine: %s", error)
 
 
 def _say_of_the_device(layout: Layout, recipe: Recipe) -> None:

@@ -64,7 +64,7 @@ def check_spool(recipe: Recipe, model: Model) -> None:
 
 
 def check_machine(recipe: Recipe, model: Model) -> None:
-    """Judges this host's memory, pinned memory and descriptors by what the planner says that its ranks take.
+    """Judges what the planner says that this host's ranks take: memory, open files, address space, a file's size.
 
     Every rank calls it, and it ends alike on all. Only what clearly cannot be is refused; `longstrand plan` says more.
 

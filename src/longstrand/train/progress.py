@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -75,13 +75,12 @@ def logged_to(console: Console | None, file: Path | None) -> Iterator[None]:
     level = logger.level
     in_file = logging.NullHandler() if file is None else _file_handler(file)
     handlers = (in_file,) if console is None else (_ConsoleHandler(console), in_file)
-    if console is not None:
-        _survive(console, in_file)
     logger.setLevel(logging.INFO)
     for handler in handlers:
         logger.addHandler(handler)
     try:
-        yield
+        with nullcontext() if console is None else _survived(console, in_file):
+            yield
     except LongstrandError as error:
         in_file.handle(_record(logging.ERROR, str(error)))
         raise
@@ -113,12 +112,15 @@ class _ConsoleHandler(logging.Handler):
         _write_line(self._console, prefix + record.getMessage())
 
 
-def _survive(console: Console, in_file: logging.Handler) -> None:
-    """From here on the console may go away, as when what reads from it ends.
+@contextmanager
+def _survived(console: Console, in_file: logging.Handler) -> Iterator[None]:
+    """Meanwhile the console may go away, as when what reads from it ends; the file is told, also if it went before.
 
-    The file is told past the logger: a live line's thread, which holds the console, would else wait for whoever logs.
+    It is told past the logger: a live line's thread, which holds the console, would else wait for whoever logs.
     """
-    stream = shown(console.file)
+    file = console.file
+    stream = shown(file)
+    before = stream.lost
 
     def tell(error: OSError) -> None:
         reason = error.strerror or error
@@ -127,6 +129,11 @@ def _survive(console: Console, in_file: logging.Handler) -> None:
 
     stream.lost = tell
     console.file = stream
+    try:
+        yield
+    finally:
+        console.file = file
+        stream.lost = before
 
 
 def _record(level: int, text: str) -> logging.LogRecord:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import re
 import shlex
@@ -22,6 +23,7 @@ from longstrand.errors import UserError
 from longstrand.ops.native import use_native
 from longstrand.parallel import Mesh, by_first, one_process, together
 
+_log = logging.getLogger(__name__)
 _BEFORE_A_RUN = re.compile(r"log(_rank[0-9]+)?\.txt|certificate\.json")
 _MESH = {f"parallel.{name}" for name in ("data", "context", "expert", "segments", "receive")}
 MAY_CHANGE = {"kernels.cpu", "kernels.require", "memory.spool", "run.out", "train.steps", *_MESH}
@@ -53,6 +55,11 @@ class Started:
         if self.torchrun is not None:
             return f"torchrun {self.torchrun.format(ranks)} -m {train}"
         return f"{train} --workers {ranks}"
+
+    def log_warnings(self) -> None:
+        """Says what was found wrong then; called once the log is open."""
+        for each in self.warnings:
+            _log.warning("%s", each)
 
 
 @contextmanager
@@ -114,8 +121,17 @@ def check_unused(run: Path, *, resume: bool, started: Started = Started()) -> bo
     return bool(found)
 
 
+def holds_run(recipe: Recipe) -> bool:
+    """Whether `run.out` holds a run, for a command that goes on by itself with one that was stopped.
+
+    Raises:
+        UserError: it holds something else.
+    """
+    return check_unused(Path(recipe.run.out).expanduser(), resume=True)
+
+
 def require_place(run: Path) -> None:
-    """Checks that the folder can be made and written, or what a run wrote there before, and leaves nothing behind.
+    """Checks that the folder can be made and written, or what a run wrote there before; leaves no file in it.
 
     What is not there of its path is made, and removed, below a folder of a passing name.
 

@@ -18,6 +18,7 @@ from longstrand.model import Model
 from longstrand.parallel import Mesh, as_stored, by_first, local_part, said_once
 from longstrand.state import (
     FOLDER,
+    has_checkpoint,
     latest_checkpoint,
     load_checkpoint,
     prune_checkpoints,
@@ -112,8 +113,9 @@ def restore(run: Path, training: Training, steps: int, *, resume: bool = False) 
         return
     if newest is not None:
         _log.info("going on from %s; %d lines of metrics.jsonl after it were cut", newest.name, cut)
-    elif resume or cut:
-        say_nothing_to_resume(run, f"it begins at step 0; {cut} lines of metrics.jsonl were cut")
+    elif resume:
+        then = f"; {cut} lines of metrics.jsonl were cut" if cut else ""
+        say_nothing_to_resume(run, f"it begins at step 0{then}")
 
 
 def say_nothing_to_resume(run: Path, then: str) -> None:
@@ -133,7 +135,7 @@ def _reopen(run: Path) -> Path | None:
     if stale := remove_unfinished(run):
         _log.warning("removed %d unfinished checkpoint folders that a killed run left", stale)
     newest = latest_checkpoint(run)
-    if newest is None and list((run / FOLDER).glob("step_*")):
+    if newest is None and has_checkpoint(run):
         raise UserError(
             f"{run / FOLDER}: none of its checkpoints is whole; restore one, or remove them all to begin at step 0"
         )

@@ -22,10 +22,9 @@ from longstrand.model import Model, load_model
 from longstrand.model.load import open_weights, outline_model
 from longstrand.model.parallelize import place_model
 from longstrand.ops.native import native_state
-from longstrand.parallel import Mesh, by_first, make_mesh, one_process, said_once, together
+from longstrand.parallel import Mesh, by_first, make_mesh, said_once, together
 from longstrand.peak_memory import SOURCE, PeakMemory
-from longstrand.state import FOLDER, checkpoint_bytes, require_space
-from longstrand.train.dry_run import check_layout
+from longstrand.state import checkpoint_bytes, require_space
 from longstrand.train.evaluation import evaluate_once, evaluation_packs
 from longstrand.train.fit import require_effect, require_vocabulary
 from longstrand.train.forms import forms_of, write_forms
@@ -35,16 +34,8 @@ from longstrand.train.optimizer import Optimizer, freeze_all_but, trained_names
 from longstrand.train.phases import Phases
 from longstrand.train.planning import write_plan
 from longstrand.train.progress import Progress, logged_to
-from longstrand.train.run_folder import (
-    Started,
-    check_unused,
-    log_file,
-    open_run,
-    require_place,
-    resolve_recipe,
-    write_recipe,
-)
-from longstrand.train.saving import Training, restore, save, say_nothing_to_resume, write_ledger
+from longstrand.train.run_folder import Started, log_file, open_run, write_recipe
+from longstrand.train.saving import Training, restore, save, write_ledger
 from longstrand.train.signals import Stopped, StopRequests
 from longstrand.train.step import StepResult, take_step
 from longstrand.train.timing import StepTimer
@@ -93,30 +84,6 @@ def train(
         run.phases.write(run.folder, run.mesh.world)
         _log.info("done: %d steps", training.step)
     return run.folder
-
-
-def check(recipe: Recipe, *, resume: bool = False, started: Started = Started(), here: bool = False) -> None:
-    """Opens data, model and optimizer as `train` would, in one process, says what they are, and writes no run.
-
-    A recipe for more ranks than there are is counted on pretended ones, without weights; see `check_layout`.
-
-    Args:
-        here: whether such a recipe is to run on this machine, which then must be able to write its folder.
-
-    Raises:
-        UserError: as `train`.
-        RunFailed: the spool's disk has no room.
-    """
-    with logged_to(Console(stderr=True), None):
-        _warn(started)
-        _check_out(Path(recipe.run.out), resume=resume, here=here or recipe.parallel.world == 1)
-        resolved = resolve_recipe(recipe)
-        if resolved.parallel.world > 1:
-            check_layout(resolved, Console(stderr=True, width=100))
-            return
-        prepared = prepare(resolved)
-        evaluation_packs(resolved, prepared.data)
-        spread(resolved, prepared, one_process())
 
 
 @dataclass(frozen=True)
@@ -212,24 +179,6 @@ def _optimizer(recipe: Recipe, model: Model, names: list[str]) -> Optimizer:
     return Optimizer(model, names, recipe.train, device=device, threads=threads, mesh=model.mesh)
 
 
-def _check_out(run: Path, *, resume: bool, here: bool) -> None:
-    """The run's folder, which is left as it is."""
-    check_unused(run.expanduser(), resume=resume)
-    if resume and not any((run.expanduser() / FOLDER).glob("step_*")):
-        say_nothing_to_resume(run, "the run would begin at step 0")
-    try:
-        require_place(run)
-    except UserError as error:
-        if here:
-            raise
-        _log.warning("if it is to run on this machine: %s", error)
-
-
-def _warn(started: Started) -> None:
-    for each in started.warnings:
-        _log.warning("%s", each)
-
-
 def _mesh_of(recipe: Recipe) -> Mesh:
     sizes = recipe.parallel
     return make_mesh(data=sizes.data, context=sizes.context, expert=sizes.expert)
@@ -269,7 +218,7 @@ def _opened(recipe: Recipe, mesh: Mesh, *, resume: bool, started: Started) -> It
     ):
         imports = memory.baseline_bytes / 2**30
         _log.info("run %s; memory is %s; imports took %.2f GiB", folder, SOURCE, imports)
-        _warn(started)
+        started.log_warnings()
         phases = Phases(memory, torch.device("cpu"))
         if phases.why_not is not None:
             _log.info("living tensors are not counted: %s", phases.why_not)
