@@ -392,7 +392,7 @@ def test_the_longest_sequence_of_a_recipe_leaves_room_for_its_checkpoints(call, 
 
 def test_what_else_this_host_lacks_is_no_fit(call, monkeypatch):
     monkeypatch.setattr(
-        "longstrand.cli.plan_asked.this_machine", lambda: Machine(8 * GIB, "a machine", 0, 20)
+        "longstrand.cli.plan_asked.this_machine", lambda: Machine(8 * GIB, "a machine", open_files=20)
     )
     for question in ((), ("--fit", "length")):
         called = call("human_x_65k", *question)

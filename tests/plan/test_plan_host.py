@@ -76,7 +76,9 @@ def test_every_shortage_names_setting_value_rule_and_remedy():
     job = with_memory(with_ranks(toy_job(2**20), context=4), offload="host")
     needs = host_needs(job, small_room(8 * GIB, 4))
     assert shortages(needs, PLENTY) == []
-    tight = Machine(2**20, "the limit of this cgroup (/sys/fs/cgroup/memory.max)", 0, 20, 4096)
+    tight = Machine(
+        2**20, "the limit of this cgroup (/sys/fs/cgroup/memory.max)", open_files=20, locked_bytes=4096
+    )
     memory, pinned, files = shortages(needs, tight)
     assert "4 ranks here need" in memory and "the limit of this cgroup" in memory and "0.00 GiB" in memory
     assert 'memory.offload = "host"' in pinned and "ulimit -l" in pinned
