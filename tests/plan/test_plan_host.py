@@ -115,10 +115,9 @@ def test_no_file_may_be_larger_than_the_shell_allows():
     """Two ranks of 1/2 Mi tokens each write 4 x 128 values of 4 bytes per token and stream, and 128 of the mean."""
     job = with_memory(with_ranks(toy_job(2**20), context=2), offload="disk")
     needs = host_needs(job, Room(find_device("CPU"), 2))
-    streams = (
-        TOY.num_hidden_layers - 1 + 1
-    )  # the embedding is none; the middle of one layer's way back is one
-    spool = 2**19 * 4 * (streams * 4 * 128 + 128)
+    kept_inputs = TOY.num_hidden_layers - 1  # of layer 0 none: the embedding gives it again
+    middles = 1  # of a layer that ranks share, between the two stages of its way back
+    spool = 2**19 * 4 * ((kept_inputs + middles) * 4 * 128 + 128)
     assert shortages(needs, replace(PLENTY, file_bytes=spool)) == []
     (said,) = shortages(needs, replace(PLENTY, file_bytes=spool - 1))
     assert said.startswith("size of a file: each rank writes its spool of 4.25 GiB") and "(ulimit -f)" in said
