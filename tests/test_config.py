@@ -217,6 +217,14 @@ def test_a_value_outside_its_rule_names_key_value_rule_and_remedy(override, key_
             'train.balance = "aux": its loss moves the router',
         ),
         (["train.balance=bias", "train.indexer=warmup"], 'train.balance = "bias": only the indexer learns'),
+        (
+            ["memory.recompute=false", "train.balance=aux"],
+            'recompute = false: train.indexer = "warmup" and train.balance = "aux" need a whole forward pass',
+        ),
+        (
+            ["memory.recompute=false", "train.indexer=warmup"],
+            "first gradient; set memory.recompute = true",
+        ),
         (["kernels.cpu=native", "run.dtype=float64"], 'kernels.cpu = "native": run.dtype = "float64" has no'),
         (
             ["kernels.require=native", "run.dtype=float64"],

@@ -118,9 +118,9 @@ def test_a_recipe_for_a_device_whose_name_breaks_a_line_can_be_read(call, tmp_pa
 @pytest.mark.parametrize("told", ["\u00b2", "abc", "-3", "", "0"])
 def test_threads_that_openmp_cannot_read_are_not_told(call, monkeypatch, told):
     monkeypatch.setenv("OMP_NUM_THREADS", told)
-    found = json.loads(call("--model", "toy", "--length", "1k", "--json").out)
+    found = json.loads(call("--model", "toy", "--length", "1k", "--host-disk", "9", "--json").out)
     monkeypatch.delenv("OMP_NUM_THREADS")
-    assert found == json.loads(call("--model", "toy", "--length", "1k", "--json").out)
+    assert found == json.loads(call("--model", "toy", "--length", "1k", "--host-disk", "9", "--json").out)
 
 
 @pytest.mark.parametrize("question", [("--fit", "length"), ("--sweep", "1k..2k")])
@@ -392,7 +392,7 @@ def test_the_longest_sequence_of_a_recipe_leaves_room_for_its_checkpoints(call, 
 
 def test_what_else_this_host_lacks_is_no_fit(call, monkeypatch):
     monkeypatch.setattr(
-        "longstrand.cli.plan_asked.this_machine", lambda: Machine(8 * GIB, "a machine", 0, 20)
+        "longstrand.cli.plan_asked.this_machine", lambda: Machine(8 * GIB, "a machine", open_files=20)
     )
     for question in ((), ("--fit", "length")):
         called = call("human_x_65k", *question)

@@ -76,7 +76,9 @@ def test_every_shortage_names_setting_value_rule_and_remedy():
     job = with_memory(with_ranks(toy_job(2**20), context=4), offload="host")
     needs = host_needs(job, small_room(8 * GIB, 4))
     assert shortages(needs, PLENTY) == []
-    tight = Machine(2**20, "the limit of this cgroup (/sys/fs/cgroup/memory.max)", 0, 20, 4096)
+    tight = Machine(
+        2**20, "the limit of this cgroup (/sys/fs/cgroup/memory.max)", open_files=20, locked_bytes=4096
+    )
     memory, pinned, files = shortages(needs, tight)
     assert "4 ranks here need" in memory and "the limit of this cgroup" in memory and "0.00 GiB" in memory
     assert 'memory.offload = "host"' in pinned and "ulimit -l" in pinned
@@ -113,10 +115,9 @@ def test_no_file_may_be_larger_than_the_shell_allows():
     """Two ranks of 1/2 Mi tokens each write 4 x 128 values of 4 bytes per token and stream, and 128 of the mean."""
     job = with_memory(with_ranks(toy_job(2**20), context=2), offload="disk")
     needs = host_needs(job, Room(find_device("CPU"), 2))
-    streams = (
-        TOY.num_hidden_layers - 1 + 1
-    )  # the embedding is none; the middle of one layer's way back is one
-    spool = 2**19 * 4 * (streams * 4 * 128 + 128)
+    kept_inputs = TOY.num_hidden_layers - 1  # of layer 0 none: the embedding gives it again
+    middles = 1  # of a layer that ranks share, between the two stages of its way back
+    spool = 2**19 * 4 * ((kept_inputs + middles) * 4 * 128 + 128)
     assert shortages(needs, replace(PLENTY, file_bytes=spool)) == []
     (said,) = shortages(needs, replace(PLENTY, file_bytes=spool - 1))
     assert said.startswith("size of a file: each rank writes its spool of 4.25 GiB") and "(ulimit -f)" in said

@@ -1,9 +1,10 @@
 """The questions turned around: each answer is the last that fits."""
 
 from dataclasses import replace
+from itertools import cycle
 
 import pytest
-from planned import REAL, SLICE, TOY, small_room, toy_job
+from planned import REAL, SLICE, TOY, small_room, toy_job, with_memory
 
 from longstrand.errors import UserError
 from longstrand.plan.devices import GIB, find_device
@@ -45,6 +46,16 @@ def test_the_longest_is_the_last_that_a_search_says_fits(shape, device, devices)
         length = found.plan.job.length
         assert found.plan.fits and found.plan == search(replace(job, length=length), room)
         assert not any(search(replace(job, length=length + 1024 * k), room).fits for k in (1, 2, 5, 17, 129))
+
+
+def test_levers_that_alternate_for_ever_end_the_search_all_the_same(monkeypatch):
+    job, room = toy_job(), small_room(GIB / 4, host_bytes=4 * GIB)
+    wanted = longest_sequence(job, room)
+    tiles = cycle((256, 512))
+    monkeypatch.setattr(
+        "longstrand.plan.inverse._roomiest", lambda job, room: with_memory(job, tile=next(tiles))
+    )
+    assert wanted is not None and longest_sequence(job, room) == wanted
 
 
 def test_another_tile_is_found_where_layer_inputs_must_leave_for_a_file():

@@ -14,6 +14,7 @@ from longstrand.config.records import (
     ReportSection,
     RunSection,
     TrainSection,
+    flaw_of_kept_graphs,
 )
 from longstrand.config.writing import dump_toml, example_recipe
 
@@ -34,6 +35,7 @@ __all__ = [
     "TrainSection",
     "dump_toml",
     "example_recipe",
+    "flaw_of_kept_graphs",
     "load_recipe",
     "parse_length",
     "read_recipe_text",

@@ -320,11 +320,8 @@ class Recipe(Record):
 
     @model_validator(mode="after")
     def _sections_agree(self) -> Recipe:
-        if not self.memory.recompute and (self.train.indexer == "warmup" or self.train.balance == "aux"):
-            raise ValueError(
-                'memory.recompute = false: train.indexer = "warmup" and train.balance = "aux" need a whole '
-                "forward pass before the first gradient; set memory.recompute = true"
-            )
+        if flaw := flaw_of_kept_graphs(self.memory.recompute, self.train.balance, self.train.indexer):
+            raise ValueError(flaw)
         if self.memory.keep_fronts and self.parallel.context == 1:
             raise ValueError(
                 "memory.keep_fronts = true: with parallel.context = 1 a layer takes each tile once, so that there is "
@@ -348,3 +345,16 @@ class Recipe(Record):
                 f"evaluate.buckets = {self.evaluate.buckets}: exceeds the length of {length} tokens; lower it"
             )
         return self
+
+
+def flaw_of_kept_graphs(recompute: bool, balance: str, indexer: str) -> str | None:
+    """Why a layer's graphs cannot be kept as they come; None: they can, or are computed again.
+
+    They are of the only pass, before what some losses need of all of it is known.
+    """
+    if recompute or (indexer != "warmup" and balance != "aux"):
+        return None
+    return (
+        'memory.recompute = false: train.indexer = "warmup" and train.balance = "aux" need a whole forward pass '
+        "before the first gradient; set memory.recompute = true"
+    )

@@ -97,8 +97,16 @@ class HostNeeds:
 
 def this_machine() -> Machine:
     """The limits of this process and its host."""
-    limits = (resource.RLIMIT_NOFILE, resource.RLIMIT_MEMLOCK, resource.RLIMIT_AS, resource.RLIMIT_FSIZE)
-    return Machine(*_memory_limit(), *map(_soft, limits))
+    memory_bytes, memory_rule, swap_bytes = _memory_limit()
+    return Machine(
+        memory_bytes=memory_bytes,
+        memory_rule=memory_rule,
+        swap_bytes=swap_bytes,
+        open_files=_soft(resource.RLIMIT_NOFILE),
+        locked_bytes=_soft(resource.RLIMIT_MEMLOCK),
+        address_bytes=_soft(resource.RLIMIT_AS),
+        file_bytes=_soft(resource.RLIMIT_FSIZE),
+    )
 
 
 def free_bytes(folder: Path) -> int | None:

@@ -133,17 +133,26 @@ def _longest_with_most_room(job: Job, room: Room) -> int:
 
     First among lengths of whole tiles alone, which are planned in less time.
     """
-    longest, levers, step = LENGTHS, without_levers(replace(job, length=LONGEST), room), 0
-    while True:
-        if step != LENGTHS:
-            step = lcm(LENGTHS, levers.parallel.context * levers.segments * levers.memory.tile)
-        longest = _longest_with(levers, room, longest, step)
-        here = replace(levers, length=longest + step)
-        levers = _roomiest(here, room)
-        if levers == here:
-            if step == LENGTHS:
-                return longest
-            step = LENGTHS
+    levers = without_levers(replace(job, length=LONGEST), room)
+    longest = _longest_with(levers, room, LENGTHS, _whole_tiles(levers))
+    for unit in (_whole_tiles, lambda _: LENGTHS):
+        longest, levers = _grown(longest, levers, room, unit)
+    return longest
+
+
+def _grown(longest: int, levers: Job, room: Room, unit: Callable[[Job], int]) -> tuple[int, Job]:
+    """A length and its levers, with the roomiest of a unit beyond it in their place; again while it grows."""
+    before = 0
+    while before < longest:
+        before = longest
+        levers = _roomiest(replace(levers, length=longest + unit(levers)), room)
+        longest = _longest_with(levers, room, longest, unit(levers))
+    return longest, levers
+
+
+def _whole_tiles(job: Job) -> int:
+    """Of the lengths that are searched, the least that is whole tiles on each rank."""
+    return lcm(LENGTHS, job.parallel.context * job.segments * job.memory.tile)
 
 
 def _roomiest(job: Job, room: Room) -> Job:

@@ -73,7 +73,7 @@ class Room:
 
 @lru_cache(maxsize=4096)
 def memory_of(job: Job) -> Memory:
-    """As `plan_memory`, once per job, and walked once wherever streams and the optimizer leave the device for."""
+    """As `plan_memory`, once per job; one walk serves streams on a host or in files, wherever the optimizer is."""
     if job.memory.offload == "disk":
         return _in_files(memory_of(_with(job, offload="host")), job)
     if job.memory.optimizer == "host":

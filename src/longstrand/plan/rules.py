@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from longstrand.architecture import DSA, Architecture
+from longstrand.config import flaw_of_kept_graphs
 from longstrand.errors import UserError
 from longstrand.plan.job import Job
 from longstrand.plan.parameters import GROUPS
@@ -74,12 +75,9 @@ def require_effect(balance: str, indexer: str, length: int, shape: Architecture)
 
 
 def require_a_pass_before_gradients(recompute: bool, balance: str, indexer: str) -> None:
-    """Graphs kept as they come are of the only pass, before what some losses need of all of it is known."""
-    if not recompute and (indexer == "warmup" or balance == "aux"):
-        raise UserError(
-            'memory.recompute = false: train.indexer = "warmup" and train.balance = "aux" need a whole forward pass '
-            "before the first gradient; set memory.recompute = true"
-        )
+    """As a recipe is asked; a job may come from elsewhere."""
+    if flaw := flaw_of_kept_graphs(recompute, balance, indexer):
+        raise UserError(flaw)
 
 
 def groups_that_learn(trainable: Sequence[str], indexer: str, present: Collection[str]) -> list[str]:
