@@ -62,13 +62,6 @@ def test_what_is_loaded_is_bit_equal_to_what_was_saved(tmp_path):
         assert torch.equal(filled[name], tensor + 10), name
 
 
-def test_a_part_can_be_loaded_by_its_prefix(tmp_path):
-    folder = _save(tmp_path, 3)
-    part = {name: torch.zeros_like(t) for name, t in _tensors().items() if name.startswith("model.")}
-    load_checkpoint(folder, part, prefix="model.")
-    assert torch.equal(part["model.a.b"], _tensors()["model.a.b"] + 3)
-
-
 def test_the_newest_whole_checkpoint_is_picked_by_number(tmp_path):
     assert latest_checkpoint(tmp_path) is None
     for step in (9, 1_000_000, 10):

@@ -21,8 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -31,7 +30,6 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
 from longstrand.errors import RunFailed, UserError
-from longstrand.model.load import require_finite
 from longstrand.parallel import Axis, by_first, said_once, together
 
 FOLDER = "checkpoints"
@@ -40,7 +38,6 @@ _NAME = re.compile(r"step_(\d{6,})")
 _SAVING, _DELETING = ".saving_", ".deleting_"
 _REFUSALS: tuple[type[BaseException], ...] = (OSError, RuntimeError, CheckpointException)
 _ALONE = Axis("world")
-_MODEL = "model."
 _log = logging.getLogger(__name__)
 
 
@@ -105,17 +102,14 @@ def save_checkpoint(
     return target
 
 
-def load_checkpoint(
-    folder: Path, tensors: Mapping[str, Tensor], *, prefix: str = "", world: Axis = _ALONE
-) -> dict[str, Any]:
+def load_checkpoint(folder: Path, tensors: Mapping[str, Tensor], *, world: Axis = _ALONE) -> dict[str, Any]:
     """Fills tensors in place and returns what was saved as `trainer`.
 
     All ranks of `world` call it, whatever the number of ranks that wrote the checkpoint; each reads its own rows.
 
     Args:
         folder: a checkpoint.
-        tensors: names, shapes and dtypes must be those of the checkpoint's tensors that start with `prefix`.
-        prefix: the part of the checkpoint to read, such as "model.".
+        tensors: names, shapes and dtypes must be those of the checkpoint's tensors.
 
     Raises:
         BrokenCheckpoint: the checkpoint is not whole.
@@ -123,47 +117,25 @@ def load_checkpoint(
     """
     trainer = by_first(world, lambda: check_checkpoint(folder))
     with together(world):
-        reader = FileSystemReader(folder / "state")
-        held = reader.read_metadata().state_dict_metadata
-        _compare(folder, {name: value for name, value in held.items() if name.startswith(prefix)}, tensors)
-        with _one_process():  # each rank knows what it wants; no plan is to be made with others
-            load(dict(tensors), storage_reader=reader, no_dist=True)
+        require_same(folder, tensors)
+        read_tensors(folder, tensors)
     return trainer
 
 
-class CheckpointWeights:
-    """The weights of a checkpoint's model, part by part, in one process or each rank for itself.
-
-    Args:
-        folder: a checkpoint.
-        model: names, shapes and dtypes; numbers are not needed.
-
-    Attributes:
-        step: optimizer steps that it was saved after.
+def require_same(folder: Path, tensors: Mapping[str, Tensor], prefix: str = "") -> None:
+    """Compares names, shapes and dtypes with those of a checkpoint's tensors that start with the prefix.
 
     Raises:
-        BrokenCheckpoint: the checkpoint is not whole.
-        UserError: it holds another model.
+        UserError: what differs.
     """
+    held = FileSystemReader(folder / "state").read_metadata().state_dict_metadata
+    _compare(folder, {name: value for name, value in held.items() if name.startswith(prefix)}, tensors)
 
-    def __init__(self, folder: Path, model: nn.Module) -> None:
-        self.step = int(check_checkpoint(folder)["step"])
-        self._folder = folder
-        held = FileSystemReader(folder / "state").read_metadata().state_dict_metadata
-        wanted = {_MODEL + name: tensor for name, tensor in model.state_dict().items()}
-        _compare(folder, {name: value for name, value in held.items() if name.startswith(_MODEL)}, wanted)
 
-    @torch.no_grad()
-    def fill(self, targets: Mapping[str, Tensor]) -> None:
-        """Reads parameters and buffers of the model by name.
-
-        Raises:
-            UserError: a number is not finite.
-        """
-        tensors = {_MODEL + name: target.detach() for name, target in targets.items()}
-        with _one_process():
-            load(dict(tensors), storage_reader=FileSystemReader(self._folder / "state"), no_dist=True)
-        require_finite(targets, str(self._folder))
+def read_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Fills tensors of a checkpoint in place, without a word to other ranks: each rank knows what it wants."""
+    with _one_process():
+        load(dict(tensors), storage_reader=FileSystemReader(folder / "state"), no_dist=True)
 
 
 def check_checkpoint(folder: Path) -> dict[str, Any]:

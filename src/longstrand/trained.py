@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import torch
+from torch import Tensor, nn
 
 from longstrand.config import MemorySection, ModelSection, ParallelSection, Recipe, load_recipe
 from longstrand.errors import CheckFailed, UserError
@@ -21,8 +22,9 @@ from longstrand.model.parallelize import place_model
 from longstrand.ops.native import NativeState, use_native
 from longstrand.ops.padding import Tiles
 from longstrand.parallel import Mesh, all_ranks, make_mesh, one_process, said_once
-from longstrand.state import FOLDER, CheckpointWeights, latest_checkpoint
+from longstrand.state import FOLDER, check_checkpoint, latest_checkpoint, read_tensors, require_same
 
+_MODEL = "model."  # before the names of a checkpoint's weights
 _SHIPPED = Path(__file__).parent / "configs"
 
 
@@ -161,6 +163,36 @@ def load_trained(target: Path, *, outlined: bool = False) -> Trained:
     )
 
 
+class CheckpointWeights:
+    """The weights of a checkpoint's model, part by part, in one process or each rank for itself.
+
+    Args:
+        folder: a checkpoint.
+        model: names, shapes and dtypes; numbers are not needed.
+
+    Attributes:
+        step: optimizer steps that it was saved after.
+
+    Raises:
+        UserError: it is not whole, or holds another model.
+    """
+
+    def __init__(self, folder: Path, model: nn.Module) -> None:
+        self.step = int(check_checkpoint(folder)["step"])
+        self._folder = folder
+        require_same(folder, {_MODEL + name: t for name, t in model.state_dict().items()}, _MODEL)
+
+    @torch.no_grad()
+    def fill(self, targets: Mapping[str, Tensor]) -> None:
+        """Reads parameters and buffers of the model by name.
+
+        Raises:
+            UserError: a number is not finite.
+        """
+        read_tensors(self._folder, {_MODEL + name: target.detach() for name, target in targets.items()})
+        _require_finite(targets, self._folder)
+
+
 def model_source(model: ModelSection) -> Path:
     """The folder or config file that a recipe's model stands for.
 
@@ -184,6 +216,21 @@ def model_source(model: ModelSection) -> Path:
             f"model.config = {model.config}: no such file, and no shipped config; shipped are {names}"
         )
     return shipped
+
+
+def _require_finite(weights: Mapping[str, Tensor], folder: Path) -> None:
+    """An indexer hides it: a score that is no number selects other pools, and every log-probability stays finite.
+
+    Raises:
+        UserError: naming the first weight that is not finite.
+    """
+    for name, weight in weights.items():
+        if not bool(torch.isfinite(weight).all()):
+            bad = int((~torch.isfinite(weight)).sum())
+            raise UserError(
+                f"{folder}: {bad:,} of {weight.numel():,} values of {name} are not finite; take another checkpoint, or "
+                "save the model again"
+            )
 
 
 def _from_checkpoint(checkpoint: Path, run: Path, outlined: bool) -> Trained:

@@ -15,6 +15,8 @@ from transformers.models.glm5_next.configuration_glm5_next import Glm5NextConfig
 from transformers.models.glm5_next.modeling_glm5_next import Glm5NextForConditionalGeneration
 
 from longstrand.architecture import Architecture
+from longstrand.model.hf import FolderWeights, SourceInfo
+from longstrand.model.hf.read import named_tensors
 from longstrand.plan.parameters import keeps_float32, parameter_shapes
 
 TEXT: dict[str, Any] = {
@@ -69,6 +71,13 @@ class Holder(nn.Module):
 
 def drawn(architecture: Architecture = ARCHITECTURE, dtype: torch.dtype = torch.float64) -> Holder:
     return Holder(architecture, dtype).fill(draw_weights(architecture, seed=5))
+
+
+def load_into(model: nn.Module, folder: Path) -> SourceInfo:
+    """Fills all of a model that has memory already."""
+    with FolderWeights(folder) as weights:
+        weights.fill(named_tensors(model, weights.architecture))
+    return weights.source
 
 
 def made_by_transformers(

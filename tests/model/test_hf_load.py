@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import ROOT, TEXT, Holder, drawn, made_by_transformers, published, read_folder
+from checkpoints import ROOT, TEXT, Holder, drawn, load_into, made_by_transformers, published, read_folder
 from checkpoints import write_folder as write
 from safetensors.torch import save_file
 from torch import Tensor
@@ -16,7 +16,6 @@ from torch import Tensor
 from longstrand.architecture import Architecture
 from longstrand.bench.oracle import _to_theirs
 from longstrand.errors import UserError
-from longstrand.model.hf import load_into
 
 BLOCKS = {
     "quant_method": "fp8",

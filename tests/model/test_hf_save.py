@@ -18,6 +18,7 @@ from checkpoints import (
     Holder,
     assert_same_tensors,
     drawn,
+    load_into,
     made_by_transformers,
     published,
     read_folder,
@@ -31,7 +32,7 @@ from transformers.models.glm5_next.modeling_glm5_next import Glm5NextForConditio
 from longstrand.architecture import Architecture
 from longstrand.bench.oracle import _to_theirs
 from longstrand.errors import RunFailed, UserError
-from longstrand.model.hf import load_into, read_architecture, save_from
+from longstrand.model.hf import read_architecture, save_from
 from longstrand.plan.parameters import keeps_float32
 
 PLAIN = {"attn_implementation": "eager", "experts_implementation": "eager"}

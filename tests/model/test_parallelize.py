@@ -8,7 +8,7 @@ from longstrand.data.pack import Pack
 from longstrand.errors import UserError
 from longstrand.memory import SideLosses
 from longstrand.model.ffn import MixtureOfExperts, Router
-from longstrand.model.parallelize import expert_parameter_names, expert_parts, spread_experts
+from longstrand.model.parallelize import expert_parameter_names, expert_parts, spread_experts, spread_of
 from longstrand.parallel import Axis, make_mesh, run_ranks
 
 EXACT = 1e-10
@@ -30,10 +30,16 @@ def _pack(rank, ties=False):
     return Pack.from_documents(documents([(40, 1, 9), (3, 47), (50,), (17, 16, 17)][rank], seed=rank))
 
 
+def _spread(model, axis, receive):
+    spread = spread_of(model, axis, receive)
+    spread_experts(model, spread)
+    return spread
+
+
 def _of_ranks(expert, receive, ties=False, noise=False):
     """Gradients of this rank's pack, its counts, what of the whole the experts here are, largest receive."""
     mesh = make_mesh(data=torch.distributed.get_world_size(), context=1, expert=expert)
-    spread = spread_experts(drawn := _model("KDK" if not ties else "KD", ties), mesh.expert, receive)
+    spread = _spread(drawn := _model("KDK" if not ties else "KD", ties), mesh.expert, receive)
     if noise:
         _add_noise()
     given, side = _pack(mesh.world.rank, ties), SideLosses(aux_scale=0.3)
@@ -111,7 +117,7 @@ def _with_idle_ranks():
     """Rank 0 has three tiles, the others one and none; gradients of the whole mixture."""
     mesh = make_mesh(data=4, context=1, expert=4)
     drawn = _model()
-    spread_experts(drawn, mesh.expert, 5)
+    _spread(drawn, mesh.expert, 5)
     mixture, side = drawn.layers[1].mlp, SideLosses()
     tiles = _tiles()[mesh.world.rank]
     outs, kept = [], []
@@ -165,7 +171,7 @@ def test_experts_that_the_axis_does_not_divide_are_refused():
     axis = Axis("expert")
     axis.size = 3
     with pytest.raises(UserError, match=r"parallel.expert = 3: must divide the model's 8 routed experts"):
-        spread_experts(_model(), axis, 100)
+        spread_of(_model(), axis, 100)
 
 
 def test_a_model_whose_experts_are_whole_says_so():
@@ -177,5 +183,5 @@ def test_a_model_whose_experts_are_whole_says_so():
     assert all(
         part.first == 0 and part.shape == drawn.get_parameter(name).shape for name, part in parts.items()
     )
-    assert spread_experts(drawn, Axis("expert"), 1) is None
+    assert spread_of(drawn, Axis("expert"), 1) is None
     assert expert_parts(drawn) == parts

@@ -95,12 +95,13 @@ def _bytes(module):
     return sum(parameter.numel() * 4 for parameter in module.parameters())
 
 
-def test_a_rank_never_holds_more_than_its_part_and_a_layer_as_a_plan_says():
+@pytest.mark.parametrize("vocab_size", [512, 20_000], ids=["a layer is largest", "the head is"])
+def test_a_rank_holds_no_more_than_a_plan_says_it_loads(vocab_size):
     if (why_not := CountedMemory(torch.device("cpu")).why_not) is not None:
         pytest.skip(why_not)
-    wide = dataclasses.replace(ELEVEN, moe_intermediate_size=256, vocab_size=512)
+    wide = dataclasses.replace(ELEVEN, moe_intermediate_size=256, vocab_size=vocab_size)
     job = Job(wide, 1024, dtype="float32", parallel=ParallelSection(context=2, expert=2))
     planned = loading_bytes(plan_of(job, Room(find_device("CPU"), 2), job, ())) / 2
     for most, own, whole, layer in run_ranks(2, _most_living, wide, start="fork", timeout=100):
         assert own + layer < most < planned < 1.1 * most
-        assert most < 0.75 * whole
+        assert most < 0.75 * whole or vocab_size > 512

@@ -17,7 +17,7 @@ from longstrand.data import Pack
 from longstrand.errors import RunFailed, UserError
 from longstrand.memory import Levers
 from longstrand.model import load_model
-from longstrand.model.sharding import shard_weights
+from longstrand.model.parallelize import parallelize
 from longstrand.parallel import by_first, make_mesh, run_ranks, together
 from longstrand.state import latest_checkpoint, load_checkpoint, save_checkpoint
 from longstrand.train.optimizer import Optimizer, freeze_all_but, trained_names
@@ -32,7 +32,7 @@ def _training(dtype, ranks):
     model = load_model(ODD, dtype=dtype, seed=4)
     names = trained_names(model.groups(), settings())
     freeze_all_but(model, names)
-    shard_weights(model, mesh)
+    parallelize(model, mesh)
     training = Training.__new__(Training)  # without data
     training.model, training.optimizer = model, Optimizer(model, names, settings(), mesh=mesh)
     return training

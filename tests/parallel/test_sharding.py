@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from longstrand.data import Pack
 from longstrand.memory import Levers, SideLosses
 from longstrand.model import load_model
-from longstrand.model.sharding import shard_weights
+from longstrand.model.parallelize import parallelize
 from longstrand.parallel import as_stored, local_part, make_mesh, one_process, run_ranks
 from longstrand.train import optimizer as optimizers
 from longstrand.train.optimizer import Optimizer, freeze_all_but, trained_names
@@ -46,7 +46,7 @@ def _gradients(model):
 
 def _sharded(packs_per_rank, tied, trainable, levers, indexer):
     mesh = make_mesh(data=2, context=1, expert=1)
-    model = shard_weights(_model(torch.float64, tied, trainable, indexer), mesh)
+    model = parallelize(_model(torch.float64, tied, trainable, indexer), mesh)
     first = mesh.data.rank * packs_per_rank
     _walk(model, PACKS[first : first + packs_per_rank], levers, indexer)
     return _gradients(model)
@@ -81,7 +81,7 @@ def _bfloat16(model):
 
 def _sharded_bfloat16(levers):
     mesh = make_mesh(data=2, context=1, expert=1)
-    model = shard_weights(_model(torch.bfloat16, False, ["all"]), mesh)
+    model = parallelize(_model(torch.bfloat16, False, ["all"]), mesh)
     _walk(model, PACKS[2 * mesh.data.rank : 2 * mesh.data.rank + 2], levers)
     kept = {name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)}
     return _gradients(model), kept, _bfloat16(model)
@@ -109,7 +109,7 @@ def test_bfloat16_weights_get_float32_gradients_and_what_is_float32_stays_so():
 
 def _three_steps(dtype, on_host, mesh=None):
     mesh = mesh or make_mesh(data=2, context=1, expert=1)
-    model = shard_weights(_model(dtype, False, ["all"]), mesh)
+    model = parallelize(_model(dtype, False, ["all"]), mesh)
     names = trained_names(model.groups(), settings())
     if on_host:
         optimizers._needs_copy = lambda part, device: True  # as if the parameters were on another device
@@ -162,7 +162,7 @@ def _bytes_held():
     mesh = make_mesh(data=3, context=1, expert=1)
     model = _model(torch.float64, False, ["all"])
     total = 4 * sum(parameter.nbytes for parameter in model.parameters())
-    model = shard_weights(model, mesh)
+    model = parallelize(model, mesh)
     _walk(model, PACKS[:1], Levers(tile=8))
     optimizer = Optimizer(model, trained_names(model.groups(), settings()), settings(), mesh=mesh)
     optimizer.gradients()
@@ -171,7 +171,7 @@ def _bytes_held():
 
 def _scores():
     mesh = make_mesh(data=2, context=1, expert=1)
-    model = shard_weights(_model(torch.float64, False, ["all"]), mesh)
+    model = parallelize(_model(torch.float64, False, ["all"]), mesh)
     with torch.no_grad():
         return model.token_logprobs(PACKS[mesh.data.rank], Levers(tile=5)), model.hidden(
             PACKS[0], Levers(tile=5)
@@ -190,7 +190,7 @@ def test_ranks_score_packs_of_different_lengths_without_gradients():
 
 def _changed_between():
     mesh = make_mesh(data=2, context=1, expert=1)
-    model = shard_weights(_model(torch.float64, False, ["all"]), mesh)
+    model = parallelize(_model(torch.float64, False, ["all"]), mesh)
     logprobs = model.token_logprobs(PACKS[0], Levers(tile=8))
     with torch.no_grad():
         local_part(model.get_parameter("layers.2.mlp.shared_experts.up_proj.weight")).mul_(1.5)
@@ -209,12 +209,7 @@ def _experts_over_two_axes():
     names = trained_names(model.groups(), settings())
     layer = next(layer for layer in model.layers if hasattr(layer.mlp, "experts"))
     experts = layer.mlp.experts
-    for each in model.layers:
-        for name, parameter in list(getattr(each.mlp, "experts", torch.nn.Module()).named_parameters()):
-            first = mesh.expert.rank * len(parameter) // 2
-            cut = parameter.detach()[first : first + len(parameter) // 2].clone()
-            setattr(each.mlp.experts, name, torch.nn.Parameter(cut))
-    shard_weights(model, mesh)
+    parallelize(model, mesh)
     optimizer = Optimizer(model, names, settings(), mesh=mesh)
     layer.gather_weights()
     experts.down_proj.grad = torch.full_like(experts.down_proj, 1.0 + mesh.world.rank)

@@ -116,7 +116,8 @@ class Found:
         baseline: the process's own resident memory, measured once it has trained steps of the case, or of its first
             tokens, and no tensor lives: libraries, their scratch, what oneDNN keeps for each bfloat16 shape.
         phases: `counted` by phase.
-        before: living tensor bytes while the model is made whole and cut, which no plan has.
+        before: living tensor bytes while the model is made whole and cut, which training does layer by layer and no
+            plan of a step has.
     """
 
     counted: int
@@ -154,7 +155,7 @@ def _measure(values: dict[str, Any]) -> Found:
 
 
 def _steps(case: Case, steps: int, ended: Callable[[str], None] = lambda phase: None) -> None:
-    """Model, optimizer and steps, as training makes them; what comes before a step ends as "before"."""
+    """Model, optimizer and steps as training takes them; what comes before a step ends as "before"."""
     use_native(case.form)
     sizes, settings = case.job.parallel, _settings(case, steps)
     model = load_model(case.shape, getattr(torch, case.dtype), seed=0)

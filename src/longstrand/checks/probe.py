@@ -24,10 +24,10 @@ from longstrand.memory import Levers, SideLosses
 from longstrand.memory.protocol import Choices
 from longstrand.memory.tiles import Tile
 from longstrand.model import Model
-from longstrand.state import CheckpointWeights, latest_checkpoint
+from longstrand.state import latest_checkpoint
 from longstrand.train.run_folder import resolve_recipe
 from longstrand.train.sft import prepare
-from longstrand.trained import model_source
+from longstrand.trained import CheckpointWeights, model_source
 
 
 @dataclass(frozen=True)

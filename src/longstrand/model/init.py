@@ -34,7 +34,7 @@ class DrawnWeights:
     def fill(self, targets: Mapping[str, Tensor]) -> None:
         """Draws parameters and buffers of a model by name; one call after the other, in the order of the names."""
         for name, target in sorted(targets.items()):
-            assert name > self._last, f"{name} comes after {self._last} in the stream"
+            assert name > self._last, f"{name} comes before {self._last} in the stream"
             self._last = name
             target.copy_(_drawn(name, target.shape, self._generator, self._init, self._range))
 

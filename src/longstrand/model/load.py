@@ -105,21 +105,6 @@ def make_room(module: nn.Module, device: torch.device, prefix: str = "") -> dict
     return made
 
 
-def require_finite(weights: Mapping[str, Tensor], where: str) -> None:
-    """An indexer hides it: a score that is no number selects other pools, and every log-probability stays finite.
-
-    Raises:
-        UserError: naming the first weight that is not finite.
-    """
-    for name, weight in weights.items():
-        if not bool(torch.isfinite(weight).all()):
-            bad = int((~torch.isfinite(weight)).sum())
-            raise UserError(
-                f"{where}: {bad:,} of {weight.numel():,} values of {name} are not finite; take another checkpoint, or "
-                "save the model again"
-            )
-
-
 def save_model(model: Model, folder: str | Path) -> Path:
     """Writes a Hugging Face folder that transformers loads too; see `hf.save_from`."""
     save_from(model, Path(folder), model.source)

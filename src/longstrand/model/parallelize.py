@@ -29,7 +29,8 @@ def parallelize(
 ) -> Model:
     """Makes a model one rank's part of a mesh; on one process it stays as it is. The order matters.
 
-    With `weights`, no rank ever holds more than its part, one whole layer, and the embedding.
+    With `weights`, a rank holds its part and never more of the rest than one whole layer beside the embedding, or
+    embedding and head.
 
     Args:
         model: the same on all ranks, with what trains marked (`requires_grad`).
@@ -55,7 +56,7 @@ def parallelize(
         filled(layer, f"layers.{index}.")
         # 2. Experts: each rank of `expert` keeps its own; tokens go to them.
         if spread is not None:
-            _keep_own_experts(layer, spread)
+            spread_experts(layer, spread)
         # 3. Weights: every rank keeps its rows; a pass gathers a layer at a time and reduces its gradients once.
         if sharding is not None:
             sharding.layer(layer)
@@ -114,38 +115,31 @@ class ExpertPart:
     first: int
 
 
-def spread_experts(model: Model, axis: Axis, receive: int) -> Spread | None:
-    """Leaves each rank of an axis its part of the routed experts, of every layer; tokens will go to them.
-
-    A parameter stays the same object, with fewer rows. Its gradient will hold the sums over the ranks of the axis; what
-    is left is to add it up over those that hold the same experts (`Mesh.expert_replicas`), and to divide by nothing.
-    To be called once, on weights that are whole, before they are sharded and an optimizer knows them.
+def spread_of(model: Model, axis: Axis, receive: int) -> Spread | None:
+    """Where a model's experts will be: shared by all its layers; knows what a round took.
 
     Args:
         receive: most rows, a token with one of its experts each, that a rank receives at once.
 
     Returns:
-        Where the experts are, shared by all layers, and what a round took; None where nothing moves: for an axis of
-        one rank, which keeps the model as it is, and for a model without experts.
+        None where nothing moves: for an axis of one rank, and for a model without experts.
 
     Raises:
         UserError: the axis does not divide the number of experts, or `receive` is less than a row per rank.
     """
-    spread = spread_of(model, axis, receive)
-    if spread is not None:
-        _keep_own_experts(model, spread)
-    return spread
-
-
-def spread_of(model: Model, axis: Axis, receive: int) -> Spread | None:
-    """What `spread_experts` returns, before any expert has moved."""
     if axis.size == 1 or not any(_mixtures(model)):
         return None
     return Spread(axis, model.architecture.n_routed_experts, receive)
 
 
 @torch.no_grad()
-def _keep_own_experts(module: nn.Module, spread: Spread) -> None:
+def spread_experts(module: nn.Module, spread: Spread) -> None:
+    """Leaves each rank its part of the routed experts of a model, or of one of its layers; tokens will go to them.
+
+    A parameter stays the same object, with fewer rows. Its gradient will hold the sums over the ranks of the axis; what
+    is left is to add it up over those that hold the same experts (`Mesh.expert_replicas`), and to divide by nothing.
+    To be called once, on weights that are whole, before they are sharded and an optimizer knows them.
+    """
     for _, mixture in _mixtures(module):
         assert mixture.spread is None, "the experts are spread already"
         mixture.spread = spread

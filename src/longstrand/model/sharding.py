@@ -51,16 +51,6 @@ class Sharding:
         self._model.shards = _shard(groups, self._whole, self._mesh.world)
 
 
-def shard_weights(model: Model, mesh: Mesh) -> Model:
-    """Cuts a model as `Sharding` says; returns the model itself, as it was where there is one process."""
-    if mesh.devices is not None:
-        sharding = Sharding(model, mesh)
-        for layer in model.layers:
-            sharding.layer(layer)
-        sharding.root()
-    return model
-
-
 def _shard(groups: list[tuple[nn.Module, DeviceMesh, Axis]], whole: set[nn.Parameter], world: Axis) -> Shards:
     """Shards what no earlier call has; of nested modules the inner one comes first."""
     modules: list[FSDPModule] = []

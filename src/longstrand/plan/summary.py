@@ -135,21 +135,23 @@ def _possible(job: Job, changes: dict[str, bool]) -> Job | None:
 
 
 def loading_bytes(plan: Plan) -> int:
-    """At most of host memory on each host before the first step, where a rank cuts the model layer by layer.
+    """At most of host memory on each host before the first step, where ranks fill the model layer by layer.
 
-    That is its part, the largest layer whole and its own rows of it once or twice more, and the embedding. One process
-    keeps all that it makes.
+    A rank holds its part; beside it the embedding and the largest layer, or at the end what is no layer's: whole, and
+    once more its own rows of that and its own experts. One process keeps all that it makes.
     """
     job = plan.job
     if job.world == 1:
         return 0
-    layers: dict[int | None, int] = defaultdict(int)
+    whole: dict[int | None, int] = defaultdict(int)
     for weight in job.weights():
-        layers[weight.layer] += weight.num_bytes
+        whole[weight.layer] += weight.num_bytes
     embedding = job.shape.vocab_size * job.shape.hidden_size * job.itemsize
-    copies = 1 + 1 / job.world + (1 / job.parallel.expert if job.parallel.expert > 1 else 0)
-    largest = max(layers[index] for index in range(job.shape.num_hidden_layers))
-    return plan.room.ranks_per_host * (rows_of(job).own_bytes + round(largest * copies) + embedding)
+    rows = 1 / job.world
+    experts = 1 / job.parallel.expert if job.parallel.expert > 1 else 0
+    largest = max(whole[index] for index in range(job.shape.num_hidden_layers))
+    beside = max(embedding + largest * (1 + rows + experts), whole[None] * (1 + rows))
+    return plan.room.ranks_per_host * (rows_of(job).own_bytes + round(beside))
 
 
 def as_dict(plan: Plan, *, alone: bool = True) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from longstrand.architecture import Architecture
 from longstrand.config import Recipe
 from longstrand.errors import UserError
 from longstrand.memory.store import first_trained
-from longstrand.model import Model
+from longstrand.model.load import outline_model
 from longstrand.model.parallelize import parallelize
 from longstrand.parallel import Deal, deal, local_part, make_mesh
 from longstrand.parallel.pretended import pretended_ranks
@@ -74,8 +74,7 @@ def layout_of(recipe: Recipe, shape: Architecture, rank: int = 0) -> Layout:
         raise UserError(f"rank {rank}: the recipe has ranks 0 to {sizes.world - 1}; choose one of them")
     with pretended_ranks(sizes.world, rank):
         mesh = make_mesh(data=sizes.data, context=sizes.context, expert=sizes.expert)
-        with torch.device("meta"):
-            model = Model(shape).convert(getattr(torch, recipe.run.dtype))
+        model = outline_model(shape, getattr(torch, recipe.run.dtype))
         names = trained_names(model.groups(), recipe.train)
         freeze_all_but(model, names)
         whole = {name: parameter.numel() for name, parameter in model.named_parameters()}

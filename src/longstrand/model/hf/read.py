@@ -54,20 +54,6 @@ def read_architecture(folder: Path) -> Architecture:
     return Architecture.from_file(read_config(folder), where=str(folder / "config.json"))
 
 
-def load_into(model: nn.Module, folder: Path) -> SourceInfo:
-    """Fills a model's parameters and buffers from a folder, one tensor of a file at a time.
-
-    The numbers are cast to the dtype that each parameter already has; casts are logged and counted in the
-    result.
-
-    Raises:
-        UserError: a file or tensor is missing, extra, wrongly shaped or typed, not finite, or cut short.
-    """
-    with FolderWeights(folder) as weights:
-        weights.fill(named_tensors(model, weights.architecture))
-    return weights.source
-
-
 class FolderWeights:
     """The weights of a folder, every tensor of it accounted for; a context manager that keeps its files open.
 
@@ -102,7 +88,7 @@ class FolderWeights:
 
     @torch.no_grad()
     def fill(self, targets: Mapping[str, Tensor]) -> None:
-        """Reads parameters and buffers of a model by name, in the dtype that each has.
+        """Reads parameters and buffers of a model by name, cast to the dtype that each has; casts are counted.
 
         Raises:
             UserError: a number is not finite, in the file or once it is cast, or a file is cut short.

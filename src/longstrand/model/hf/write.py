@@ -42,7 +42,7 @@ def save_from(
 
     Args:
         model: has `architecture` and the parameters of `plan.parameters.parameter_shapes`.
-        source: what `load_into` returned. Vision and multi-token-prediction tensors and the tokenizer's files
+        source: that of `FolderWeights`. Vision and multi-token-prediction tensors and the tokenizer's files
             are copied from its folder; without vision the config gets a vision tower of the smallest kind.
         dtype: writes this dtype instead; float32-kept tensors are not written narrower than float32.
         shard_bytes: above this size the weights are cut into shards.
