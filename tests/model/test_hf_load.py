@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -260,6 +261,20 @@ def test_a_wrong_folder_is_refused_in_one_line(tmp_path: Path, case: str) -> Non
     assert message in str(error.value)
     assert str(folder) in str(error.value)
     assert "\n" not in str(error.value)
+    assert re.search("; |, must|, but", str(error.value)), "no rule or remedy"
+
+
+def test_weights_that_are_no_file_are_refused_as_what_they_are(tmp_path: Path) -> None:
+    folder = write(tmp_path / "model", published(drawn(dtype=torch.float32).state_dict()))
+    weights = folder / "model.safetensors"
+    weights.rename(tmp_path / "moved")
+    weights.mkdir()
+    with pytest.raises(UserError, match=r"model.safetensors: a folder, must be a file; copy it again"):
+        load_into(Holder(), folder)
+    weights.rmdir()
+    weights.symlink_to("blobs/none")
+    with pytest.raises(UserError, match=r"model.safetensors: links to blobs/none, which is not there; copy"):
+        load_into(Holder(), folder)
 
 
 def test_an_index_and_its_shards_must_agree(tmp_path: Path) -> None:

@@ -101,6 +101,13 @@ class WeightFiles:
         index, single = self.folder / INDEX, self.folder / SINGLE
         if index.exists() and single.exists():
             raise UserError(f"{self.folder}: both {SINGLE} and {INDEX}; remove the one that does not belong")
+        for path in (index, single):
+            if path.is_symlink() and not path.exists():
+                raise UserError(
+                    f"{path}: links to {path.readlink()}, which is not there; copy the file itself"
+                )
+            if path.is_dir():
+                raise UserError(f"{path}: a folder, must be a file; copy it again")
         if index.exists():
             self._add_shards(index)
         elif single.exists():

@@ -21,6 +21,8 @@ from longstrand.model.hf.names import Part, find_prefix, full_name, kept_aside, 
 from longstrand.plan.parameters import Shape, parameter_shapes
 
 _log = logging.getLogger(__name__)
+_WHOLE = "copy the folder again, or save the model again"
+_OF_ONE_MODEL = "take config.json and weights of one model"
 _TIED_HEAD = Part("lm_head.weight", "embed_tokens.weight")
 
 
@@ -131,7 +133,7 @@ def _resolve(files: WeightFiles, architecture: Architecture) -> SourceInfo:
     prefix = find_prefix(files.stored)
     if prefix is None:
         name = full_name("embed_tokens.weight")
-        raise UserError(f"{files.folder}: {name} is missing{nearest(name, files.stored)}")
+        raise UserError(f"{files.folder}: {name} is missing{nearest(name, files.stored)}; {_WHOLE}")
     shapes = parameter_shapes(architecture)
     ways = {parameter: list(spellings(parameter, shape)) for parameter, shape in shapes.items()}
     parts = [part for each in ways.values() for part in _find_spelling(files, prefix, each, ways.values())]
@@ -143,7 +145,8 @@ def _resolve(files: WeightFiles, architecture: Architecture) -> SourceInfo:
     aside = kept_aside(files.stored, prefix, architecture.num_hidden_layers) - used - scales
     for name, stored in files.stored.items():
         if name not in used | scales | aside:
-            raise UserError(f"{stored.file}: {name} is not a tensor of this model{nearest(name, used)}")
+            hint = nearest(name, used)
+            raise UserError(f"{stored.file}: {name} is not a tensor of this model{hint}; {_OF_ONE_MODEL}")
     dtypes = {name: stored.dtype for name, stored in files.stored.items()}
     return SourceInfo(
         files.folder, config, prefix, tuple(parts), dtypes, {name: files.stored[name].file for name in aside}
@@ -166,7 +169,7 @@ def _find_spelling(
     name = full_name(missing[started][0].tensor, prefix)
     known = {full_name(part.tensor, prefix) for each in all_ways for way in each for part in way}
     hint = nearest(name, files.stored.keys() - known)
-    raise UserError(f"{files.folder}: {name} is missing{hint}")
+    raise UserError(f"{files.folder}: {name} is missing{hint}; {_WHOLE}")
 
 
 def _check_tensors(
@@ -181,7 +184,7 @@ def _check_tensors(
             shape = (3 * shape[0], *shape[1:])  # the convolutions of q, k and v in one tensor
         if stored.shape != shape:
             found = f"{name} has shape {list(stored.shape)}"
-            raise UserError(f"{stored.file}: {found}, but config.json means {list(shape)}")
+            raise UserError(f"{stored.file}: {found}, but config.json means {list(shape)}; {_OF_ONE_MODEL}")
         if stored.dtype == FP8 and part.rows is None:
             _check_scale(files, name, quantised)
         elif stored.dtype not in DTYPES:
@@ -199,7 +202,8 @@ def _check_scale(files: WeightFiles, name: str, quantised: bool) -> None:
     if not quantised:
         raise UserError(f"{stored.file}: {name} is {FP8}, but config.json has no quantization_config")
     if scale not in files.stored:
-        raise UserError(f"{files.folder}: {scale} is missing; {name} is {FP8}{nearest(scale, files.stored)}")
+        hint = nearest(scale, files.stored)
+        raise UserError(f"{files.folder}: {scale} is missing{hint}; {name} is {FP8}; {_WHOLE}")
     found, shape = files.stored[scale], scale_shape(stored.shape)
     if (found.dtype, found.shape) != ("F32", shape):
         rule = f"it must be F32 {list(shape)}, one factor per block of 128 x 128"
@@ -213,7 +217,7 @@ def _read_part(files: WeightFiles, source: SourceInfo, part: Part) -> Tensor:
     if source.dtypes[name] == FP8:
         tensor = dequantise(tensor, files.read(scale_name(name)))
     if not torch.isfinite(tensor).all():
-        raise UserError(f"{files.stored[name].file}: {name} holds numbers that are not finite")
+        raise UserError(f"{files.stored[name].file}: {name} holds numbers that are not finite; {_WHOLE}")
     return tensor
 
 
