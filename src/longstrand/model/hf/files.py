@@ -160,11 +160,11 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}") from error
+        raise UserError(f"{path}: cannot be read: {error.strerror}; check the path") from error
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}: not JSON: {error}") from error
+        raise UserError(f"{path}: not JSON: {error}; copy it again") from error
     if not isinstance(value, dict):
-        raise UserError(f"{path}: holds {type(value).__name__}, not an object")
+        raise UserError(f"{path}: holds {type(value).__name__}, must hold an object; copy it again")
     return value
 
 
