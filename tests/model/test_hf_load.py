@@ -242,7 +242,7 @@ WRONG: dict[str, tuple[Change, str]] = {
     "there are shards and a single file": (both_kinds, "both model.safetensors and"),
     "there is a pickle only": (only_pickle, "only pytorch_model.bin; the weights must be model.safetensors"),
     "there is no config": (config_lost, "config.json: no such file"),
-    "the config is a list": (config_not_an_object, "config.json: holds list, not an object"),
+    "the config is a list": (config_not_an_object, "config.json: holds list, must hold an object"),
     "an FP8 tensor has no factors": (fp8(None), f"{UP}_scale_inv is missing"),
     "the factors have another shape": (fp8(torch.ones(2, 1)), f"{UP}_scale_inv is F32 [2, 1]"),
     "the factors are BF16": (fp8(torch.ones(1, 1).bfloat16()), f"{UP}_scale_inv is BF16"),
