@@ -12,8 +12,8 @@ from typing import Any
 from longstrand.errors import UserError
 from longstrand.plan.plan_files import flaw_of_memory, flaw_of_plan
 from longstrand.report.certificate import check_certificate
-from longstrand.report.steps import read_steps
-from longstrand.series import Series, is_number, read_series
+from longstrand.report.steps import LARGEST, is_shown, read_steps
+from longstrand.series import Series, read_series
 from longstrand.wording import one_line
 
 CERTIFICATE = "certificate.json"  # which is no file of a run: certify writes it into any folder
@@ -67,8 +67,8 @@ class RunFolder:
         return max(self.named(name), key=lambda series: series["step"], default=None)
 
     def column(self, key: str) -> tuple[list[int], list[float]]:
-        """Steps and values of one metric, where it is a finite number."""
-        rows = [row for row in self.metrics if is_number(row.get(key))]
+        """Steps and values of one metric, where it is a number that can be drawn."""
+        rows = [row for row in self.metrics if is_shown(row.get(key))]
         return [row["step"] for row in rows], [float(row[key]) for row in rows]
 
     def named(self, name: str) -> list[Series]:
@@ -99,7 +99,7 @@ def read_run_folder(path: Path) -> RunFolder:
         metrics=steps.records,
         torn=steps.torn,
         odd=steps.odd,
-        series=read_series(path / "evaluate.json"),
+        series=_read_series(path / "evaluate.json"),
         certificate=check_certificate(path / CERTIFICATE, _read_json(path / CERTIFICATE)),
         plan=plan,
         memory=memory,
@@ -116,6 +116,22 @@ def _read_text(path: Path) -> str | None:
         raise UserError(f"{path}: not UTF-8 text at byte {error.start}; the file is damaged") from error
     except OSError as error:
         raise UserError(f"{path}: cannot read: {error.strerror}") from error
+
+
+def _read_series(path: Path) -> list[Series]:
+    """The series, each number of which can be drawn."""
+    found = read_series(path)
+    for number, series in enumerate(found):
+        sums = [
+            value for row in series.get("documents", []) for key in ("weight", "nats") for value in row[key]
+        ]
+        means = [row[key] for row in (series, *series["buckets"]) for key in ("nats", "low", "high")]
+        for value in (*means, *sums):
+            if value is not None and not is_shown(value):
+                raise UserError(
+                    f"{path}: series {number}: {value:g} is beyond {LARGEST:g}; delete the file and evaluate again"
+                )
+    return found
 
 
 def _parse_recipe(path: Path, text: str | None) -> dict[str, Any] | None:

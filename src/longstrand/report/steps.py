@@ -12,6 +12,8 @@ from longstrand.errors import UserError
 from longstrand.series import is_count, is_number
 from longstrand.wording import count, one_line
 
+LARGEST = 1e300  # far above what a run measures: beyond it a sum of steps, or an axis, leaves float64
+
 
 @dataclass(frozen=True)
 class Steps:
@@ -57,6 +59,11 @@ def read_steps(path: Path, text: str) -> Steps:
     )
 
 
+def is_shown(value: Any) -> bool:
+    """Whether a value of a step is a finite number, and one that can be drawn and added up."""
+    return is_number(value) and abs(value) <= LARGEST
+
+
 def _order(found: list[dict[str, Any]]) -> Iterable[str]:
     """What is wrong with the steps: again, back, absent."""
     repeated, back, seen, latest = [], [], set(), 0
@@ -78,16 +85,23 @@ def _order(found: list[dict[str, Any]]) -> Iterable[str]:
 
 
 def _values(records: list[dict[str, Any]]) -> Iterable[str]:
-    """What is no number, though every field of a step is one, or None."""
+    """What is no number, though every field of a step is one, or None; and what is too large to draw."""
     fields = dict.fromkeys(name for record in records for name in record if name != "step")
     for name in fields:
-        odd = [record for record in records if record.get(name) is not None and not is_number(record[name])]
-        if odd:
-            shown, step = _short(odd[0][name]), count(odd[0]["step"])
-            yield (
-                f"{name} is not a finite number at {count(len(odd))} of {count(len(records))} steps, first {shown} at "
-                f"step {step}; left out of figures and sums"
-            )
+        present = [record for record in records if record.get(name) is not None]
+        kinds = {
+            "not a finite number": [record for record in present if not is_number(record[name])],
+            f"beyond {LARGEST:g}": [
+                record for record in present if is_number(record[name]) and not is_shown(record[name])
+            ],
+        }
+        for kind, odd in kinds.items():
+            if odd:
+                shown, step = _short(odd[0][name]), count(odd[0]["step"])
+                yield (
+                    f"{name} is {kind} at {count(len(odd))} of {count(len(records))} steps, first {shown} at "
+                    f"step {step}; left out of figures and sums"
+                )
 
 
 def _lines(number: int) -> str:
