@@ -114,8 +114,12 @@ def _read_text(path: Path) -> str | None:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not UTF-8 text at byte {error.start}; the file is damaged") from error
+    except IsADirectoryError as error:
+        raise UserError(f"{path}: a folder is in the place of this file; move it away") from error
     except OSError as error:
-        raise UserError(f"{path}: cannot read: {error.strerror}") from error
+        raise UserError(
+            f"{path}: cannot read: {error.strerror}; check its permissions and its disk"
+        ) from error
 
 
 def _read_series(path: Path) -> list[Series]:
@@ -156,7 +160,7 @@ def _read_checked(path: Path, flaw_of: Callable[[Any], str | None]) -> tuple[Any
     try:
         found = _read_json(path)
     except UserError as error:
-        flaw: str | None = str(error).removeprefix(f"{path}: ").removesuffix("; the file is damaged")
+        flaw: str | None = str(error).removeprefix(f"{path}: ").rpartition("; ")[0]
     else:
         flaw = None if found is None and not path.exists() else flaw_of(found)
     return (found, None) if flaw is None else (None, f"{path.name}: damaged: {flaw}; nothing compared.")

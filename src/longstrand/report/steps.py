@@ -47,10 +47,18 @@ def read_steps(path: Path, text: str) -> Steps:
             if number == len(lines):
                 torn = True
                 continue
-            raise UserError(f"{path}, line {number}: not valid JSON ({one_line(error)})") from error
-        step = record.get("step") if isinstance(record, dict) else None
+            raise UserError(
+                f"{path}, line {number}: not valid JSON ({one_line(error)}); remove the line"
+            ) from error
+        if not isinstance(record, dict):
+            raise UserError(
+                f"{path}, line {number}: {_short(record)}: must be a record, a JSON object; remove the line"
+            )
+        step = record.get("step")
         if not is_count(step):
-            raise UserError(f"{path}, line {number}: step = {step!r}: must be a whole number from 0")
+            raise UserError(
+                f"{path}, line {number}: step = {_short(step)}: must be a whole number from 0; remove the line"
+            )
         found.append(record)
     last = {record["step"]: record for record in found}
     records = [last[step] for step in sorted(last)]
