@@ -138,3 +138,59 @@ def test_an_evaluation_that_cannot_be_drawn_is_refused_as_one_that_is_no_number(
         UserError, match=r"evaluate\.json: series 0: 1e\+308 is beyond 1e\+300; delete the file and"
     ):
         write_report(run)
+
+
+FORMLESS = {
+    "kernels.json": {
+        "[]": "not a record",
+        "null": "not a record",
+        "{}": "does not say which form of each op ran",
+        '{"device": null, "dtype": null, "layers": null}': "does not say which form of each op ran",
+        '{"kda": null, "mhc": null}': "does not say which form of each op ran",
+    },
+    "data.json": {
+        "[]": "not a record",
+        "null": "not a record",
+        "{}": "version = None, and this longstrand reads 1",
+        '{"version": 1, "sources": null}': "sources: not a list of what was read",
+        '{"version": 1, "sources": []}': "sources is empty",
+        '{"version": 1, "sources": [{"path": null, "split": {}}]}': "sources, 0: no path or no format",
+        '{"version": 1, "sources": [{"path": "a", "format": "fasta", "letters": null, "split": {}}]}': (
+            "sources, 0: letters = None: must be a whole number from 0"
+        ),
+        '{"version": 1, "sources": [{"path": "a", "format": "jsonl", "tokens": 5, "split": {"a": {"tokens": -5}}}]}': (
+            "sources, 0: tokens = -5: must be a whole number from 0"
+        ),
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "content"), [(name, content) for name, found in FORMLESS.items() for content in found]
+)
+def test_a_file_that_no_run_writes_is_shown_and_said(call, tmp_path, name, content):
+    run = write_run(tmp_path / "run", steps=2)
+    (run / name).write_text(content)
+    called = call(run)
+    said = f"{name}: damaged: {FORMLESS[name][content]}; shown as it stands"
+    assert (called.code, called.err) == (0, f"warning: {run}: {said}\n")
+    page = Page((run / "report.html").read_text())
+    assert f"{said}." in page.text and f"{name} is absent" not in page.text
+    title = {"kernels.json": "Which implementation ran", "data.json": "Everything that was read"}[name]
+    assert (title in page.text) == (content != "null")
+
+
+@pytest.mark.parametrize(
+    "older", [{"kda": "native C++ (cpu)"}, {"kda": {"implementation": "chunked", "why": ""}}]
+)
+def test_kernels_of_an_older_run_need_no_word(call, tmp_path, older):
+    run = write_run(tmp_path / "run", steps=2)
+    (run / "kernels.json").write_text(json.dumps(older))
+    assert call(run).err == ""
+
+
+def test_kernels_of_a_layout_that_holds_none_are_said(call, tmp_path):
+    run = write_run(tmp_path / "run", steps=2)
+    texts = dict.fromkeys(("device", "dtype", "cpu", "require"), "cpu")
+    (run / "kernels.json").write_text(json.dumps({**texts, "tokens": 5, "tile": 5, "layers": []}))
+    assert call(run).err == f"warning: {run}: kernels.json: damaged: layers is empty; shown as it stands\n"

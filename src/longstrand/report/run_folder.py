@@ -12,14 +12,16 @@ from typing import Any
 from longstrand.errors import UserError
 from longstrand.plan.plan_files import flaw_of_memory, flaw_of_plan
 from longstrand.report.certificate import check_certificate
+from longstrand.report.forms import flaw_of_forms
+from longstrand.report.ledger import flaw_of_ledger
 from longstrand.report.steps import LARGEST, is_shown, read_steps
 from longstrand.series import Series, read_series
 from longstrand.wording import one_line
 
 CERTIFICATE = "certificate.json"  # which is no file of a run: certify writes it into any folder
 PLAN, MEMORY = "plan.json", "memory.json"  # which older runs have not
-STEPS = "metrics.jsonl"
-FILES = ("run.toml", "kernels.json", "data.json", STEPS, "evaluate.json")
+STEPS, KERNELS, LEDGER = "metrics.jsonl", "kernels.json", "data.json"
+FILES = ("run.toml", KERNELS, LEDGER, STEPS, "evaluate.json")
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,8 @@ class RunFolder:
         metrics: one record per step, steps increasing.
         torn: whether the last line of metrics.jsonl is incomplete, as in a run that is still writing it.
         odd: what its other lines hold that a run does not write, a sentence about each kind.
+        kernels, ledger: as they stand, whatever they hold.
+        formless: what about them is not as a run writes it, a sentence about each.
         plan, memory: None, too, where the file cannot be used.
         damaged: why not, a sentence about each.
     """
@@ -43,6 +47,7 @@ class RunFolder:
     torn: bool
     series: list[Series]
     odd: tuple[str, ...] = ()
+    formless: tuple[str, ...] = ()
     certificate: Any = None
     plan: Any = None
     memory: Any = None
@@ -51,7 +56,7 @@ class RunFolder:
     @property
     def flaws(self) -> tuple[str, ...]:
         """A sentence about each thing that is wrong with a file and that the report can do without."""
-        return (*self.odd, *self.damaged)
+        return (*self.odd, *self.formless, *self.damaged)
 
     def setting(self, section: str, key: str) -> Any:
         """A setting of run.toml, None where it is absent."""
@@ -88,14 +93,17 @@ def read_run_folder(path: Path) -> RunFolder:
         raise UserError(f"{path}: not a run folder, it holds none of {', '.join(FILES)}")
     recipe_text = _read_text(path / "run.toml")
     steps = read_steps(path / STEPS, _read_text(path / STEPS) or "")
+    kernels, no_forms = _read_shown(path / KERNELS, flaw_of_forms)
+    ledger, no_ledger = _read_shown(path / LEDGER, flaw_of_ledger)
     plan, no_plan = _read_checked(path / PLAN, flaw_of_plan)
     memory, no_memory = _read_checked(path / MEMORY, flaw_of_memory)
     return RunFolder(
         path=path,
         recipe=_parse_recipe(path / "run.toml", recipe_text),
         recipe_text=recipe_text,
-        kernels=_read_json(path / "kernels.json"),
-        ledger=_read_json(path / "data.json"),
+        kernels=kernels,
+        ledger=ledger,
+        formless=tuple(sentence for sentence in (no_forms, no_ledger) if sentence),
         metrics=steps.records,
         torn=steps.torn,
         odd=steps.odd,
@@ -153,6 +161,13 @@ def _read_json(path: Path) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: not valid JSON ({one_line(error)}); the file is damaged") from error
+
+
+def _read_shown(path: Path, flaw_of: Callable[[Any], str | None]) -> tuple[Any, str | None]:
+    """The value of a file that is shown in any form, and what is wrong with the one it has."""
+    found = _read_json(path)
+    flaw = None if found is None and not path.exists() else flaw_of(found)
+    return found, None if flaw is None else f"{path.name}: damaged: {flaw}; shown as it stands."
 
 
 def _read_checked(path: Path, flaw_of: Callable[[Any], str | None]) -> tuple[Any, str | None]:
