@@ -1,9 +1,11 @@
 """OMP_NUM_THREADS is read as torch's OpenMP reads it, and a value that it ignores is said."""
 
+import importlib.util
 import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from called import caller
@@ -12,8 +14,17 @@ from longstrand.bench.crash import write_inputs
 from longstrand.doctor import examine
 from longstrand.omp_threads import flaw_of_told_threads, told_threads
 
-IGNORED = ["abc", "0", "-1", "1.5", "1,", "1,0", "0x1", "\u0661"]
-TAKEN = {"1": 1, " 2": 2, "+1": 1, "1,2": 1, "99": 99}
+IGNORED = ["abc", "0", "-1", "1.5", "1,", "1,0", "0x1", "\u0661", "99999999999", "2147483648", f"1,{2**64}"]
+TAKEN = {
+    "1": 1,
+    " 2": 2,
+    "+1": 1,
+    "1,2": 1,
+    "99": 99,
+    "2147483647": 2**31 - 1,
+    "1,99999999999": 1,
+    "0" * 30 + "3": 3,
+}
 
 
 def test_a_number_from_1_is_taken_and_anything_else_is_a_flaw():
@@ -36,13 +47,50 @@ def test_torch_starts_with_what_is_taken_and_as_if_nothing_was_told_with_what_is
         return int(subprocess.check_output([sys.executable, "-c", code], env=environment))
 
     untold = started(None)
-    for told in ("abc", "0", "-1", "1,0"):
+    for told in ("abc", "0", "-1", "1,0", f"1,{2**64}", str(2**64 - 1)):
         assert started(told) == untold
-    for told in ("+1", "1,2"):
+    for told in ("+1", "1,2", "1,99999999999"):
         assert started(told) == 1
 
 
-@pytest.mark.parametrize("told", ["abc", "0", "-1"])
+def test_openmp_takes_up_to_an_int_and_keeps_32_bits_of_what_is_larger():
+    """Asked without torch, which starts at most one thread for each core: 99999999999 = 23 * 2**32 + 1215752191."""
+    torch = importlib.util.find_spec("torch")
+    found = sorted((Path(torch.origin).parent / "lib").glob("libgomp*"))
+    if not found:
+        pytest.skip("this torch has no libgomp")
+    code = f"import ctypes; print(ctypes.CDLL({str(found[0])!r}).omp_get_max_threads())"
+
+    def most(told):
+        return int(
+            subprocess.check_output([sys.executable, "-c", code], env=os.environ | {"OMP_NUM_THREADS": told})
+        )
+
+    assert most("2147483647") == 2**31 - 1
+    assert (most("2147483648"), most("99999999999")) == (-(2**31), 1_215_752_191)
+
+
+@pytest.mark.parametrize(
+    ("told", "does"),
+    [
+        ("2147483648", "OpenMP keeps 32 bits of it"),
+        ("99999999999", "OpenMP keeps 32 bits of it"),
+        (str(2**64), "it is ignored"),
+        ("9" * 5000, "it is ignored"),
+        ("abc", "it is ignored"),
+        ("0", "it is ignored"),
+    ],
+)
+def test_what_becomes_of_a_number_that_cannot_be_is_said(told, does):
+    flaw = flaw_of_told_threads({"OMP_NUM_THREADS": told})
+    assert (
+        flaw is not None
+        and f"must be a whole number from 1 to 2147483647; {does}" in flaw
+        and len(flaw) < 250
+    )
+
+
+@pytest.mark.parametrize("told", ["abc", "0", "-1", "99999999999"])
 def test_train_plan_and_doctor_say_what_is_ignored(told, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OMP_NUM_THREADS", told)

@@ -387,8 +387,13 @@ def test_losses_that_are_not_finite_do_not_stop_the_report(tmp_path: Path):
         ("evaluate.json", b"nonsense", "not valid JSON"),
         ("evaluate.json", b'{"version": 1, "series": [{}]}', "has no name"),
         ("metrics.jsonl", b'{"step": 1}\n{"st\n{"step": 3}\n', "line 2: not valid JSON"),
-        ("metrics.jsonl", b'{"step": 1}\n{"loss": 3}\n', "line 2: step = None"),
-        ("metrics.jsonl", b"[]\n", "line 1: step = None"),
+        ("metrics.jsonl", b'{"step": 1}\n{"loss": 3}\n', "line 2: step = null: must be .*; remove the line"),
+        (
+            "metrics.jsonl",
+            b'{"step": 1}\n[1,2]\n',
+            r"line 2: \[1, 2\]: must be a record, a JSON object; remove",
+        ),
+        ("metrics.jsonl", b"null\n", "line 1: null: must be a record"),
         ("metrics.jsonl", b'{"step": 1' + b"0" * 30 + b"}\n", "line 1: step = 1000"),
     ],
 )
@@ -400,6 +405,26 @@ def test_a_corrupt_file_is_one_line_that_names_it(tmp_path: Path, name: str, con
         write_report(folder)
     assert "\n" not in str(caught.value)
     assert not (folder / "report.html").exists()
+
+
+NAMES = ("run.toml", "kernels.json", "data.json", "metrics.jsonl", "evaluate.json", "certificate.json")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_folder_in_the_place_of_a_file_is_to_be_moved(tmp_path: Path, name: str):
+    folder = write_run(tmp_path / "run", steps=2)
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).mkdir()
+    with pytest.raises(UserError, match=f"{name}: a folder is in the place of this file; move it away"):
+        write_report(folder)
+
+
+@pytest.mark.parametrize("name", ["plan.json", "memory.json"])
+@pytest.mark.usefixtures("words_only")
+def test_a_folder_in_the_place_of_a_file_that_only_compares_is_damage(tmp_path: Path, name: str):
+    folder = write_run(tmp_path / "run", steps=2)
+    (folder / name).mkdir()
+    assert f"{name}: damaged: a folder is in the place of this file; nothing compared." in report(folder).text
 
 
 @pytest.mark.usefixtures("words_only")

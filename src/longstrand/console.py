@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, TextIO
+
+from longstrand.errors import RunFailed
 
 
 class Shown:
@@ -54,6 +56,50 @@ class Shown:
         self._lost(error)
 
 
+class Stdout:
+    """The stream of what a command prints: one that takes no more is an error that names it, once."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """Writes the text.
+
+        Raises:
+            OSError: it is not taken; the file that it names is stdout.
+        """
+        if text == "":  # as a probe, whose error typer swallows
+            return 0
+        with self._named():
+            return self._stream.write(text)
+
+    def flush(self) -> None:
+        """Hands on what is held.
+
+        Raises:
+            OSError: as `write`.
+        """
+        with self._named():
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            _silence(self._stream)
+            error.filename = "stdout"
+            raise
+
+
+def named(stream: Any) -> Any:
+    """Stdout as one whose errors name it; None, where a process has none, as it is."""
+    return stream if stream is None or isinstance(stream, Stdout) else Stdout(stream)
+
+
 def shown(stream: Any) -> Any:
     """The stream as one that may be lost; None, where a process has none, as it is."""
     return stream if stream is None or isinstance(stream, Shown) else Shown(stream)
@@ -63,12 +109,18 @@ def say(text: object) -> None:
     """Prints a line that tells where a result lies: without a reader the result lies there all the same.
 
     Raises:
-        OSError: stdout takes no line for another reason, such as a full disk.
+        RunFailed: stdout takes no line for another reason, such as a full disk; the error tells what the line would.
     """
     try:
         print(text, flush=True)  # noqa: T201
     except BrokenPipeError:
         _silence(sys.stdout)
+    except OSError as error:
+        _silence(sys.stdout)
+        raise RunFailed(
+            f"stdout: {error.strerror or error}; what it would have told: the work is done, and its result whole in "
+            f"{text}"
+        ) from error
 
 
 def _silence(stream: TextIO) -> None:

@@ -127,8 +127,12 @@ def read_series(path: Path) -> list[Series]:
         content = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: not valid JSON ({error}); delete it and evaluate again") from error
+    except IsADirectoryError as error:
+        raise UserError(f"{path}: a folder is in the place of this file; move it away") from error
     except OSError as error:
-        raise UserError(f"{path}: cannot read: {error.strerror}") from error
+        raise UserError(
+            f"{path}: cannot read: {error.strerror}; check its permissions and its disk"
+        ) from error
     if not isinstance(content, dict) or content.get("version") != VERSION:
         raise UserError(f"{path}: not an evaluation of version {VERSION}; delete it and evaluate again")
     series = content.get("series")

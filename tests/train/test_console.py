@@ -51,6 +51,46 @@ def test_a_full_disk_under_the_console_ends_no_training_either(tmp_path):
     assert LOST.format("No space left on device") in (tmp_path / "run/log.txt").read_text()
 
 
+def _called_with_a_full_stdout(*arguments):
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "longstrand", *map(str, arguments)]
+        done = subprocess.run(
+            command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=200, check=False
+        )
+    return done.returncode, done.stderr
+
+
+def test_a_full_disk_under_stdout_is_named_and_the_run_lies_where_the_error_says(tmp_path):
+    recipe_in(tmp_path)
+    out = ("--set", f"run.out={tmp_path / 'run'}", "--set", "evaluate.before=false")
+    code, err = _called_with_a_full_stdout(
+        "train", tmp_path / "recipe.toml", *out, "--set", "train.warmup_steps=1"
+    )
+    page = tmp_path / "run/report.html"
+    said = "error: stdout: No space left on device; what it would have told: the work is done, and its result whole in"
+    assert (code, err.splitlines()[-1]) == (1, f"{said} {page}")
+    assert page.exists() and [line["step"] for line in metrics(tmp_path / "run")] == [1, 2, 3, 4, 5]
+    assert _called_with_a_full_stdout("report", tmp_path / "run") == (1, f"{said} {page}\n")
+
+
+@pytest.mark.parametrize("command", [("config", "show"), ("doctor",), ("plan", "--help")], ids=" ".join)
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_full_disk_under_what_a_command_prints_is_an_error_that_names_stdout(
+    command, unbuffered, monkeypatch
+):
+    monkeypatch.setenv("PYTHONUNBUFFERED", unbuffered)
+    said = "error: stdout: No space left on device; send it to a file or a disk with space, and run the command again\n"
+    assert _called_with_a_full_stdout(*command) == (1, said)
+
+
+def test_a_reader_of_stdout_that_goes_away_is_no_error_that_is_said(no_reader):
+    command = [sys.executable, "-m", "longstrand", "config", "show"]
+    done = subprocess.run(
+        command, stdout=no_reader, stderr=subprocess.PIPE, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stderr) == (1, "")
+
+
 def test_what_is_refused_keeps_its_code_without_a_reader(tmp_path, no_reader):
     assert _train(tmp_path, no_reader, no_reader, "--set", "train.steps=none") == 2
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from contextlib import redirect_stderr
+from contextlib import redirect_stderr, redirect_stdout
 from typing import NoReturn
 
 import typer
@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from longstrand.cli import audit as _audit  # noqa: F401 (brings its command)
 from longstrand.cli import probe as _probe  # noqa: F401 (brings its command)
 from longstrand.cli.commands import app
-from longstrand.console import shown
+from longstrand.console import named, shown
 from longstrand.errors import LongstrandError, RunFailed, UserError
 from longstrand.rank_process import leave, under_torchrun
 
@@ -29,7 +29,7 @@ def main() -> None:
     `--debug`, anywhere on the line, shows the traceback that a one-line error leaves out.
     """
     try:
-        with redirect_stderr(shown(sys.stderr)):
+        with redirect_stderr(shown(sys.stderr)), redirect_stdout(named(sys.stdout)):
             _run(sys.argv[1:])
     except SystemExit as ended:
         if under_torchrun(os.environ):
@@ -84,5 +84,7 @@ def _describe_option(error: ValidationError) -> str:
 def _describe(error: OSError | MemoryError) -> str:
     if isinstance(error, MemoryError):
         return "out of memory; lower memory.tile or data.length, or use a machine with more"
+    if error.filename == "stdout":
+        return f"stdout: {error.strerror or error}; send it to a file or a disk with space, and run the command again"
     place = f"{error.filename}: " if error.filename else ""
     return f"{place}{error.strerror or error}; check the path, its permissions and the space on its disk"

@@ -7,9 +7,24 @@ from collections.abc import Mapping
 from typing import Any
 
 from longstrand.report.tables import table, value_html
+from longstrand.series import is_number
 from longstrand.wording import places
 
 TEXTS = ("op", "runs_in", "why", "padding")
+
+
+def flaw_of_forms(found: Any) -> str | None:
+    """What is wrong with the value of a kernels.json; None where it is as this or an older train writes it."""
+    if not isinstance(found, dict):
+        return "not a record"
+    if _is_record(found):
+        return None if found["layers"] else "layers is empty"
+    older = [form.get("implementation") if isinstance(form, dict) else form for form in found.values()]
+    return (
+        None
+        if older and all(isinstance(form, str) for form in older)
+        else "does not say which form of each op ran"
+    )
 
 
 def forms_html(found: Any) -> str:
@@ -64,5 +79,5 @@ def _is_op(op: Any) -> bool:
     return (
         isinstance(op, dict)
         and all(isinstance(op.get(key), str) for key in TEXTS)
-        and isinstance(op.get("padding_percent"), int | float)
+        and is_number(op.get("padding_percent"))
     )

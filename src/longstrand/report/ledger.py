@@ -6,7 +6,30 @@ import html
 from typing import Any
 
 from longstrand.report.tables import pairs, table, value_html, words
+from longstrand.series import is_count
 from longstrand.wording import count
+
+VERSION = 1
+
+
+def flaw_of_ledger(found: Any) -> str | None:
+    """What is wrong with the value of a data.json; None where it is as train writes it."""
+    if not isinstance(found, dict):
+        return "not a record"
+    if found.get("version") != VERSION:
+        return f"version = {found.get('version')!r}, and this longstrand reads {VERSION}"
+    if not _is_ledger(found):
+        return "sources: not a list of what was read"
+    if not found["sources"]:
+        return "sources is empty"
+    for number, source in enumerate(found["sources"]):
+        if not all(isinstance(source.get(key), str) for key in ("path", "format")):
+            return f"sources, {number}: no path or no format"
+        unit = "letters" if "letters" in source else "tokens"
+        for part in (source, *source["split"].values()):
+            if not is_count(part.get(unit)):
+                return f"sources, {number}: {unit} = {part.get(unit)!r}: must be a whole number from 0"
+    return None
 
 
 def ledger_html(ledger: Any) -> str:

@@ -17,7 +17,7 @@ from longstrand.report.forms import forms_html
 from longstrand.report.guide import how_to_read, limits
 from longstrand.report.ledger import ledger_html
 from longstrand.report.planned import planned_html
-from longstrand.report.run_folder import STEPS, RunFolder
+from longstrand.report.run_folder import KERNELS, LEDGER, STEPS, RunFolder
 from longstrand.report.tables import pairs, table
 from longstrand.series import Series
 from longstrand.wording import Unit, count, duration, interval, number, percent, size_bytes, tokens_range
@@ -30,6 +30,7 @@ def page_html(run: RunFolder, findings: Findings, unit: Unit, plots: Sequence[Pl
         _checks(findings),
         _tiles(run),
         _note(f"In {STEPS} is what no run writes:", run.odd),
+        _note("Not as a run writes it:", run.formless),
         _note("Not in this report yet:", _missing(run, findings)),
         _section("Loss by position", _positions(run, findings, unit, positions)),
         _section("Training", _training(loss, unit)),
@@ -137,9 +138,10 @@ def _missing(run: RunFolder, findings: Findings) -> list[str]:
         missing.append("The model before training was not evaluated: there is no gain to show.")
     if run.last("after") is None:
         missing.append("The model after training has not been evaluated yet.")
-    if run.kernels is None:
+    said = {sentence.partition(":")[0] for sentence in run.formless}
+    if run.kernels is None and KERNELS not in said:
         missing.append("kernels.json is absent: which implementations ran is not known.")
-    if run.ledger is None:
+    if run.ledger is None and LEDGER not in said:
         missing.append("data.json is absent: the data is not accounted for.")
     return missing
 

@@ -12,6 +12,8 @@ from longstrand.errors import UserError
 from longstrand.series import is_count, is_number
 from longstrand.wording import count, one_line
 
+LARGEST = 1e300  # far above what a run measures: beyond it a sum of steps, or an axis, leaves float64
+
 
 @dataclass(frozen=True)
 class Steps:
@@ -45,16 +47,29 @@ def read_steps(path: Path, text: str) -> Steps:
             if number == len(lines):
                 torn = True
                 continue
-            raise UserError(f"{path}, line {number}: not valid JSON ({one_line(error)})") from error
-        step = record.get("step") if isinstance(record, dict) else None
+            raise UserError(
+                f"{path}, line {number}: not valid JSON ({one_line(error)}); remove the line"
+            ) from error
+        if not isinstance(record, dict):
+            raise UserError(
+                f"{path}, line {number}: {_short(record)}: must be a record, a JSON object; remove the line"
+            )
+        step = record.get("step")
         if not is_count(step):
-            raise UserError(f"{path}, line {number}: step = {step!r}: must be a whole number from 0")
+            raise UserError(
+                f"{path}, line {number}: step = {_short(step)}: must be a whole number from 0; remove the line"
+            )
         found.append(record)
     last = {record["step"]: record for record in found}
     records = [last[step] for step in sorted(last)]
     return Steps(
         records, torn, tuple(f"{path.name}: {each}." for each in [*_order(found), *_values(records)])
     )
+
+
+def is_shown(value: Any) -> bool:
+    """Whether a value of a step is a finite number, and one that can be drawn and added up."""
+    return is_number(value) and abs(value) <= LARGEST
 
 
 def _order(found: list[dict[str, Any]]) -> Iterable[str]:
@@ -78,16 +93,23 @@ def _order(found: list[dict[str, Any]]) -> Iterable[str]:
 
 
 def _values(records: list[dict[str, Any]]) -> Iterable[str]:
-    """What is no number, though every field of a step is one, or None."""
+    """What is no number, though every field of a step is one, or None; and what is too large to draw."""
     fields = dict.fromkeys(name for record in records for name in record if name != "step")
     for name in fields:
-        odd = [record for record in records if record.get(name) is not None and not is_number(record[name])]
-        if odd:
-            shown, step = _short(odd[0][name]), count(odd[0]["step"])
-            yield (
-                f"{name} is not a finite number at {count(len(odd))} of {count(len(records))} steps, first {shown} at "
-                f"step {step}; left out of figures and sums"
-            )
+        present = [record for record in records if record.get(name) is not None]
+        kinds = {
+            "not a finite number": [record for record in present if not is_number(record[name])],
+            f"beyond {LARGEST:g}": [
+                record for record in present if is_number(record[name]) and not is_shown(record[name])
+            ],
+        }
+        for kind, odd in kinds.items():
+            if odd:
+                shown, step = _short(odd[0][name]), count(odd[0]["step"])
+                yield (
+                    f"{name} is {kind} at {count(len(odd))} of {count(len(records))} steps, first {shown} at "
+                    f"step {step}; left out of figures and sums"
+                )
 
 
 def _lines(number: int) -> str:
