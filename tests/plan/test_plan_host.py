@@ -80,7 +80,7 @@ def test_every_shortage_names_setting_value_rule_and_remedy():
         2**20, "the limit of this cgroup (/sys/fs/cgroup/memory.max)", open_files=20, locked_bytes=4096
     )
     memory, pinned, files = shortages(needs, tight)
-    assert "4 ranks here need" in memory and "the limit of this cgroup" in memory and "0.00 GiB" in memory
+    assert "4 ranks here need" in memory and "the limit of this cgroup" in memory and "is 1 MiB" in memory
     assert 'memory.offload = "host"' in pinned and "ulimit -l" in pinned
     assert "may have 20 (ulimit -n)" in files and f"about {needs.descriptors}" in files
 
@@ -129,6 +129,15 @@ def test_no_file_may_be_larger_than_the_shell_allows():
     assert shortages(kept, replace(PLENTY, file_bytes=int(1.01 * checkpoint))) == []  # and buffers
 
 
+def test_a_size_below_a_gib_is_said_in_a_unit_in_which_it_can_be_compared():
+    """`ulimit -f 1000`, in blocks of 1,024 bytes, and a checkpoint of the toy: 12 bytes per trained value, 15 MB."""
+    needs = host_needs(toy_job(2**11), Room(find_device("CPU"), 1))
+    (said,) = shortages(needs, replace(PLENTY, file_bytes=1000 * 1024))
+    assert "its part of a checkpoint of 14 MiB into one, and a process may write 1,000 KiB (ulimit -f)" in said
+    (said,) = shortages(needs, replace(PLENTY, memory_bytes=2**20))
+    assert "the memory of this machine is 1 MiB" in said and "0.00" not in said
+
+
 def test_a_process_may_map_what_its_tensors_take():
     needs = host_needs(toy_job(2**22), Room(find_device("CPU"), 1))
     least = 2**22 * 4 * (TOY.num_hidden_layers - 1) * 4 * 128  # layer inputs alone
@@ -173,7 +182,7 @@ def test_a_run_that_this_host_has_no_room_for_is_refused_with_numbers():
             "NOFILE, (40, 40)",
             "open files: each rank needs about 49 descriptors, and a process may have 40 (ulimit -n)",
         ),
-        ("FSIZE, (2**20, 2**20)", "into one, and a process may write 0.00 GiB (ulimit -f)"),
+        ("FSIZE, (2**20, 2**20)", "into one, and a process may write 1 MiB (ulimit -f)"),
     ],
 )
 @pytest.mark.parametrize("command", [("train",), ("plan",)])

@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from longstrand.errors import UserError
-from longstrand.plan.devices import GIB
 from longstrand.plan.job import Job
 from longstrand.plan.room import Room, file_terms, host_terms, memory_of
 from longstrand.plan.sizes import Sizes
 from longstrand.plan.terms import Term, total
 from longstrand.plan.walk import INPUTS, MEAN
+from longstrand.wording import size_bytes
 
 _CGROUPS = Path("/sys/fs/cgroup")
 
@@ -185,9 +185,9 @@ def shortages(needs: HostNeeds, machine: Machine, slack: float = 0.0) -> list[st
     if used > machine.memory_bytes * (1 + slack):
         largest = sorted(needs.memory, key=lambda term: -term.num_bytes)[:3]
         found.append(
-            f"host memory: {needs.ranks} rank{'s' * (needs.ranks > 1)} here need {_gib(used)}, and "
-            f"{machine.memory_rule} is {_gib(machine.memory_bytes)}; most of it: "
-            + ", ".join(f"{term.name} {_gib(term.num_bytes)}" for term in largest)
+            f"host memory: {needs.ranks} rank{'s' * (needs.ranks > 1)} here need {size_bytes(used)}, and "
+            f"{machine.memory_rule} is {size_bytes(machine.memory_bytes)}; most of it: "
+            + ", ".join(f"{term.name} {size_bytes(term.num_bytes)}" for term in largest)
             + '; lower data.length or memory.tile, raise memory.keep_every, set memory.offload = "disk", or use a '
             "larger host"
         )
@@ -197,8 +197,8 @@ def shortages(needs: HostNeeds, machine: Machine, slack: float = 0.0) -> list[st
         and needs.pinned.exact > machine.locked_bytes
     ):
         found.append(
-            f'memory.offload = "host": each rank pins {_gib(needs.pinned.exact)}, and a process may lock '
-            f'{_gib(machine.locked_bytes)} (ulimit -l); raise that limit, or set memory.offload = "disk"'
+            f'memory.offload = "host": each rank pins {size_bytes(needs.pinned.exact)}, and a process may lock '
+            f'{size_bytes(machine.locked_bytes)} (ulimit -l); raise that limit, or set memory.offload = "disk"'
         )
     if machine.open_files is not None and needs.descriptors > machine.open_files * (1 + slack):
         found.append(
@@ -213,13 +213,13 @@ def _shell_shortages(needs: HostNeeds, machine: Machine, within: float) -> list[
     found, (what, num_bytes) = [], needs.largest_file
     if machine.address_bytes is not None and needs.rank_bytes > machine.address_bytes * within:
         found.append(
-            f"address space: each rank maps at least {_gib(needs.rank_bytes)}, and a process may map "
-            f"{_gib(machine.address_bytes)} (ulimit -v); raise that limit, or lower data.length or memory.tile"
+            f"address space: each rank maps at least {size_bytes(needs.rank_bytes)}, and a process may map "
+            f"{size_bytes(machine.address_bytes)} (ulimit -v); raise that limit, or lower data.length or memory.tile"
         )
     if machine.file_bytes is not None and num_bytes > machine.file_bytes * within:
         found.append(
-            f"size of a file: each rank writes {what} of {_gib(num_bytes)} into one, and a process may write "
-            f"{_gib(machine.file_bytes)} (ulimit -f); raise that limit"
+            f"size of a file: each rank writes {what} of {size_bytes(num_bytes)} into one, and a process may write "
+            f"{size_bytes(machine.file_bytes)} (ulimit -f); raise that limit"
         )
     return found
 
@@ -236,16 +236,16 @@ def file_shortages(needs: HostNeeds, spool: Path, out: Path, keep: int) -> list[
     free = free_bytes(spool)
     if spooled and free is not None and spooled > free:
         found.append(
-            f"memory.spool = {spool}: {needs.ranks} rank{'s' * (needs.ranks > 1)} here need {_gib(spooled)} there, and "
-            f"{_gib(free)} are free; make room, set memory.spool to a folder on another disk, or raise "
+            f"memory.spool = {spool}: {needs.ranks} rank{'s' * (needs.ranks > 1)} here need {size_bytes(spooled)} there, and "
+            f"{size_bytes(free)} are free; make room, set memory.spool to a folder on another disk, or raise "
             "memory.keep_every"
         )
     beside, free = (spooled if one_disk else 0), free_bytes(out)
     if free is not None and kept + beside > free:
         found.append(
-            f"run.out = {out}: train.keep = {keep} checkpoints and one being written take {_gib(kept)}"
-            + f", beside a spool of {_gib(beside)}" * bool(beside)
-            + f", and {_gib(free)} are free; make room, lower train.keep, or set run.out to a folder on another disk"
+            f"run.out = {out}: train.keep = {keep} checkpoints and one being written take {size_bytes(kept)}"
+            + f", beside a spool of {size_bytes(beside)}" * bool(beside)
+            + f", and {size_bytes(free)} are free; make room, lower train.keep, or set run.out to a folder on another disk"
         )
     return found
 
@@ -314,7 +314,3 @@ def _cgroup_limits() -> list[Path]:
 def _soft(which: int) -> int | None:
     soft = resource.getrlimit(which)[0]
     return None if soft == resource.RLIM_INFINITY else soft
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / GIB:,.2f} GiB"
