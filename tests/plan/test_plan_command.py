@@ -1,11 +1,13 @@
 """`longstrand plan`: its answers, exit codes, the recipe that it writes, and that it is fast without torch."""
 
+import errno
 import json
 import os
 import re
 import resource
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from called import caller
@@ -13,6 +15,7 @@ from matplotlib.figure import Figure
 from planned import REAL, TOY
 from typer.main import get_command
 
+from longstrand.cli import plan_recipe
 from longstrand.cli.commands import app
 from longstrand.cli.plan_options import ALLOWED
 from longstrand.config import load_recipe
@@ -352,6 +355,48 @@ def test_what_is_short_on_a_host_or_a_disk_is_remedied_there(call, tight):
     assert called.err.endswith(
         "take more room on that disk, or another for memory.spool, or a shorter length\n"
     )
+
+
+WRITING = {
+    "a recipe": (["--length", "4k", "--write", "a.toml"], "--write a.toml"),
+    "a picture": (["--sweep", "4k..8k", "--picture", "a.svg"], "--picture a.svg"),
+}
+
+
+@pytest.mark.parametrize("asked, option", WRITING.values(), ids=WRITING)
+def test_what_cannot_be_written_whole_leaves_nothing_that_blocks_the_next_try(tmp_path, asked, option):
+    """Both have more than the 4 KiB that the shell allows."""
+    command = [sys.executable, "-m", "longstrand", "plan", "--model", "toy", *asked]
+
+    def ended(**how):
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, **how)
+
+    limited = ended(
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
+    )
+    assert limited.returncode == 2
+    assert limited.stderr.splitlines()[-1].startswith(f"error: {option}: cannot be written (File too large)")
+    assert list(tmp_path.iterdir()) == []
+    assert ended().returncode == 0
+    assert [each.suffix for each in tmp_path.iterdir()] == [
+        option[-5:] if option.endswith("toml") else ".svg"
+    ]
+
+
+def test_a_config_whose_recipe_cannot_be_written_does_not_stay(call, monkeypatch):
+    real, written = plan_recipe.write_new, []
+
+    def once(path, text):
+        if written:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        written.append(path)
+        real(path, text)
+
+    monkeypatch.setattr(plan_recipe, "write_new", once)
+    asked = ("--model", "glm-5.3-flash-4-layers", "--device", "H200", "--length", "4k", "--write", "a.toml")
+    called = call(*asked)
+    assert called.code == 2 and "No space left on device" in called.err
+    assert [each.name for each in written] == ["a-config.json"] and not list(Path().iterdir())
 
 
 def test_several_shortages_say_that_their_sum_is_the_least(call):

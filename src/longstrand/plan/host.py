@@ -28,9 +28,9 @@ An upper bound: 9 in all were counted in one process, 24 to 50 in each of two to
 MAPPED_BYTES = {"cpu": 800 * 2**20, "gpu": PROCESS_BYTES["gpu"]}
 """Address space of one process before it holds a tensor.
 
-On a CPU measured: VmPeak is 624 MiB of `import torch`, 699 MiB of `train --dry-run`, 855 MiB of a run of the toy with 54
-MiB of tensors (2,048 tokens, torch 2.13, less the TiB that an allocator reserves where it may). On a GPU at least what
-it holds; CUDA maps far more.
+On a CPU measured: VmPeak is 624 MiB of `import torch`, 699 MiB of `train --dry-run`, 855 MiB of a run of the toy with
+54 MiB of tensors (2,048 tokens, torch 2.13, less the TiB that an allocator reserves where it may). On a GPU at least
+what it holds; CUDA maps far more.
 """
 
 
@@ -249,8 +249,8 @@ def file_shortages(needs: HostNeeds, spool: Path, out: Path, keep: int) -> list[
     free = free_bytes(spool)
     if spooled and free is not None and spooled > free:
         found.append(
-            f"memory.spool = {spool}: {needs.ranks} rank{'s' * (needs.ranks > 1)} here need {size_bytes(spooled)} there, and "
-            f"{size_bytes(free)} are free; make room, set memory.spool to a folder on another disk, or raise "
+            f"memory.spool = {spool}: {needs.ranks} rank{'s' * (needs.ranks > 1)} here need {size_bytes(spooled)} "
+            f"there, and {size_bytes(free)} are free; make room, set memory.spool to a folder on another disk, or raise "
             "memory.keep_every"
         )
     beside, free = (spooled if one_disk else 0), free_bytes(out)
@@ -258,7 +258,8 @@ def file_shortages(needs: HostNeeds, spool: Path, out: Path, keep: int) -> list[
         found.append(
             f"run.out = {out}: train.keep = {keep} checkpoints and one being written take {size_bytes(kept)}"
             + f", beside a spool of {size_bytes(beside)}" * bool(beside)
-            + f", and {size_bytes(free)} are free; make room, lower train.keep, or set run.out to a folder on another disk"
+            + f", and {size_bytes(free)} are free; make room, lower train.keep, or set run.out to a folder on another "
+            "disk"
         )
     return found
 
