@@ -409,6 +409,18 @@ def test_several_shortages_say_that_their_sum_is_the_least(call):
     assert "of all levers these leave the least sum over the limits" in called.err
 
 
+@pytest.mark.parametrize("devices", ["64", "128"])
+def test_what_grows_with_the_sequences_is_remedied_by_fewer(call, devices):
+    """Each rank holds 20 bytes per token of a step: no more devices help, nor a little shorter a length."""
+    asked = ("--model", "glm-5.3-flash", "--device", "B200", "--devices", devices, "--length", "1M")
+    called = call(*asked, "--sequences", "1000000")
+    assert called.code == 3 and f"largest: pack {20 * 2**20 * 10**6 // 2**30:,}." in called.err
+    assert called.err.endswith(
+        "take fewer sequences per step, of which every rank holds the tokens of all, or a shorter length\n"
+    )
+    assert call(*asked, "--sequences", "64").code == 0
+
+
 def test_no_number_of_devices_that_suffices_is_said(call):
     called = call("--model", "glm-5.3-flash", "--device", "RTX-4090", "--length", "1M", "--fit", "devices")
     assert called.code == 3

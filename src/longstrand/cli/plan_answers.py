@@ -21,7 +21,7 @@ from longstrand.plan.room import not_judged
 from longstrand.plan.search import Plan, as_it_stands, search
 from longstrand.plan.summary import as_dict, gib, what_is_missing
 from longstrand.plan.terms import Place
-from longstrand.plan.walk import MAPS
+from longstrand.plan.walk import MAPS, PACK
 from longstrand.wording import count
 
 _LARGER: dict[Place, str] = {
@@ -252,6 +252,9 @@ def _remedy(found: Plan, *, more: bool = True, shorter: bool = True) -> str:
     if "device" in found.missing and _largest(found) == MAPS:
         fewer = "fewer context ranks, whose number KDA's maps and states grow with (fewer devices, or more sequences "
         return f"take {fewer}per step){', or a shorter length' * shorter}"
+    if "device" in found.missing and _largest(found) == PACK and found.job.sequences_per_step > 1:
+        fewer = "fewer sequences per step, of which every rank holds the tokens of all"
+        return f"take {fewer}{', or a shorter length' * shorter}"
     names = _LARGER | {"device": "a machine with more memory"} if found.room.is_cpu else _LARGER
     larger = [names[place] for place in found.missing]
     if more and not found.room.is_cpu and "file" not in found.missing:

@@ -250,8 +250,8 @@ def file_shortages(needs: HostNeeds, spool: Path, out: Path, keep: int) -> list[
     if spooled and free is not None and spooled > free:
         found.append(
             f"memory.spool = {spool}: {needs.ranks} rank{'s' * (needs.ranks > 1)} here need {size_bytes(spooled)} "
-            f"there, and {size_bytes(free)} are free; make room, set memory.spool to a folder on another disk, or raise "
-            "memory.keep_every"
+            f"there, and {size_bytes(free)} are free; make room, set memory.spool to a folder on another disk, or "
+            "raise memory.keep_every"
         )
     beside, free = (spooled if one_disk else 0), free_bytes(out)
     if free is not None and kept + beside > free:
