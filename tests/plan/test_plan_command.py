@@ -447,6 +447,28 @@ def test_the_longest_sequence_of_a_recipe_leaves_room_for_its_checkpoints(call, 
     assert 0 <= 20 * GIB - kept - plan["files"]["bytes"] < 1024 * 1.01 * per_token
 
 
+def test_the_longest_sequence_has_spools_no_larger_than_the_shell_allows(call, monkeypatch):
+    """4 x 128 + 128 values of 4 bytes per token: 39 MiB hold some 6,000 tokens; far more fit without a spool."""
+    machine = Machine(8 * GIB, "a machine", file_bytes=40_000 * 1024)
+    monkeypatch.setattr("longstrand.cli.plan_asked.this_machine", lambda: machine)
+    called = call("human_x", "--fit", "length")
+    assert called.code == 0 and "no room" not in called.out
+    said = " ".join(called.out.split())
+    assert (
+        "missing on a device" in said and "; ulimit -f allows each rank's spool no more than 39 MiB." in said
+    )
+    plan = json.loads(call("human_x", "--fit", "length", "--json").out)
+    assert plan["problems"] == [] and plan["files"]["bytes"] <= 40_000 * 1024 and plan["length"] > 100_000
+    asked = ("human_x", "--set", f"data.length={plan['length']}", "--set", "memory.offload=disk")
+    called = call(*asked)
+    assert (
+        called.code == 3
+        and "missing on a host's disk, where ulimit -f allows each rank's spool 39 MiB" in called.err
+    )
+    assert 'take a higher ulimit -f, or memory.offload = "none"' in called.err
+    assert "It would fit with" in called.out and "memory.offload=none" in called.out
+
+
 def test_what_else_this_host_lacks_is_no_fit(call, monkeypatch):
     monkeypatch.setattr(
         "longstrand.cli.plan_asked.this_machine", lambda: Machine(8 * GIB, "a machine", open_files=20)

@@ -25,6 +25,7 @@ from longstrand.plan.summary import (
     faster_with,
     gib,
     loading_bytes,
+    place_of,
     reason,
     setting,
     terms_in,
@@ -103,7 +104,8 @@ def verdict(plan: Plan, problems: Sequence[str] = ()) -> str:
     limit = plan.room.limit("device")
     if not plan.fits:
         over = (
-            f"{gib(num_bytes)} GiB too many on {PLACES[place]}" for place, num_bytes in plan.missing.items()
+            f"{gib(num_bytes)} GiB too many on {place_of(plan.room, place)}"
+            for place, num_bytes in plan.missing.items()
         )
         return f"Does not fit: {', '.join(over)}."
     used = f"{gib(plan.memory.device_bytes)}{f' of {gib(limit)}' if limit else ''} GiB per device"
