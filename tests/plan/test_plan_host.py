@@ -217,7 +217,7 @@ def test_a_plan_refuses_an_address_space_in_which_no_run_ends_well(kib):
     assert shortages(needs, replace(PLENTY, address_bytes=950_000 * 1024)) == []
 
 
-@pytest.mark.parametrize("kib", [400_000, 500_000, 600_000, 680_000, 700_000])
+@pytest.mark.parametrize("kib", [300_000, 450_000, 520_000, 600_000, 635_000, 680_000, 700_000])
 def test_a_library_without_room_to_be_mapped_ends_in_one_line_that_names_the_limit(kib, tmp_path):
     (tmp_path / "x.fa").write_text(">a\n" + "ACGT" * 2000 + "\n")
     (tmp_path / "r.toml").write_text(
@@ -232,6 +232,6 @@ def test_a_library_without_room_to_be_mapped_ends_in_one_line_that_names_the_lim
         text=True,
         check=False,
     )
-    assert ended.returncode in (1, 2)
+    assert ended.returncode in (1, 2)  # 2: before the import, where some libraries abort; or of the run
     assert "Traceback" not in ended.stderr
     assert ended.stderr.splitlines()[-1].startswith("error: ") and "(ulimit -v)" in ended.stderr

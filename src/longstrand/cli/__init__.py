@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import sys
@@ -91,7 +92,7 @@ def _describe_option(error: ValidationError) -> str:
 
 
 def _describe(error: OSError | MemoryError) -> str:
-    if isinstance(error, MemoryError):
+    if isinstance(error, MemoryError) or error.errno == errno.ENOMEM:
         remedy = _mapping_limit() or "use a machine with more"
         return f"out of memory; lower memory.tile or data.length, or {remedy}"
     place = f"{error.filename}: " if error.filename else ""

@@ -28,10 +28,13 @@ An upper bound: 9 in all were counted in one process, 24 to 50 in each of two to
 MAPPED_BYTES = {"cpu": 800 * 2**20, "gpu": PROCESS_BYTES["gpu"]}
 """Address space of one process before it holds a tensor.
 
-On a CPU measured: VmPeak is 624 MiB of `import torch`, 699 MiB of `train --dry-run`, 855 MiB of a run of the toy with
-54 MiB of tensors (2,048 tokens, torch 2.13, less the TiB that an allocator reserves where it may). On a GPU at least
-what it holds; CUDA maps far more.
+On a CPU measured: VmPeak is 584 to 624 MiB of `import torch`, 699 MiB of `train --dry-run`, 855 MiB of a run of the
+toy with 54 MiB of tensors (2,048 tokens, torch 2.13, less the TiB that an allocator reserves where it may). On a GPU at
+least what it holds; CUDA maps far more.
 """
+
+IMPORTED_BYTES = 584 * 2**20
+"""Of them, what `import torch` alone maps."""
 
 
 @dataclass(frozen=True)
@@ -279,6 +282,20 @@ def check_host(job: Job, room: Room, *, num_sources: int, slack: float = 0.1) ->
     machine = this_machine()
     allowed = replace(machine, memory_bytes=machine.memory_bytes + machine.swap_bytes, locked_bytes=None)
     refuse(shortages(host_needs(job, room, num_sources), allowed, slack))
+
+
+def check_address_space(slack: float = 0.1) -> None:
+    """Refuses a process without room for its libraries, of which some would end it without a word.
+
+    Raises:
+        UserError: with the limit.
+    """
+    limit = _soft(resource.RLIMIT_AS)
+    if limit is not None and limit * (1 + slack) < IMPORTED_BYTES:
+        raise UserError(
+            f"address space: loading torch maps {size_bytes(IMPORTED_BYTES)}, and a process may map "
+            f"{size_bytes(limit)} (ulimit -v); raise that limit"
+        )
 
 
 def refuse(found: Sequence[str]) -> None:
