@@ -1,11 +1,13 @@
 """`longstrand plan`: its answers, exit codes, the recipe that it writes, and that it is fast without torch."""
 
+import errno
 import json
 import os
 import re
 import resource
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from called import caller
@@ -13,6 +15,7 @@ from matplotlib.figure import Figure
 from planned import REAL, TOY
 from typer.main import get_command
 
+from longstrand.cli import plan_recipe
 from longstrand.cli.commands import app
 from longstrand.cli.plan_options import ALLOWED
 from longstrand.config import load_recipe
@@ -354,6 +357,48 @@ def test_what_is_short_on_a_host_or_a_disk_is_remedied_there(call, tight):
     )
 
 
+WRITING = {
+    "a recipe": (["--length", "4k", "--write", "a.toml"], "--write a.toml"),
+    "a picture": (["--sweep", "4k..8k", "--picture", "a.svg"], "--picture a.svg"),
+}
+
+
+@pytest.mark.parametrize("asked, option", WRITING.values(), ids=WRITING)
+def test_what_cannot_be_written_whole_leaves_nothing_that_blocks_the_next_try(tmp_path, asked, option):
+    """Both have more than the 4 KiB that the shell allows."""
+    command = [sys.executable, "-m", "longstrand", "plan", "--model", "toy", *asked]
+
+    def ended(**how):
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, **how)
+
+    limited = ended(
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
+    )
+    assert limited.returncode == 2
+    assert limited.stderr.splitlines()[-1].startswith(f"error: {option}: cannot be written (File too large)")
+    assert list(tmp_path.iterdir()) == []
+    assert ended().returncode == 0
+    assert [each.suffix for each in tmp_path.iterdir()] == [
+        option[-5:] if option.endswith("toml") else ".svg"
+    ]
+
+
+def test_a_config_whose_recipe_cannot_be_written_does_not_stay(call, monkeypatch):
+    real, written = plan_recipe.write_new, []
+
+    def once(path, text):
+        if written:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        written.append(path)
+        real(path, text)
+
+    monkeypatch.setattr(plan_recipe, "write_new", once)
+    asked = ("--model", "glm-5.3-flash-4-layers", "--device", "H200", "--length", "4k", "--write", "a.toml")
+    called = call(*asked)
+    assert called.code == 2 and "No space left on device" in called.err
+    assert [each.name for each in written] == ["a-config.json"] and not list(Path().iterdir())
+
+
 def test_several_shortages_say_that_their_sum_is_the_least(call):
     called = call(
         *("--model", "glm-5.3-flash-4-layers", "--device", "H200", "--length", "8M"),
@@ -362,6 +407,18 @@ def test_several_shortages_say_that_their_sum_is_the_least(call):
     assert called.code == 3
     assert "on a device (" in called.err and "on a host (" in called.err
     assert "of all levers these leave the least sum over the limits" in called.err
+
+
+@pytest.mark.parametrize("devices", ["64", "128"])
+def test_what_grows_with_the_sequences_is_remedied_by_fewer(call, devices):
+    """Each rank holds 20 bytes per token of a step: no more devices help, nor a little shorter a length."""
+    asked = ("--model", "glm-5.3-flash", "--device", "B200", "--devices", devices, "--length", "1M")
+    called = call(*asked, "--sequences", "1000000")
+    assert called.code == 3 and f"largest: pack {20 * 2**20 * 10**6 // 2**30:,}." in called.err
+    assert called.err.endswith(
+        "take fewer sequences per step, of which every rank holds the tokens of all, or a shorter length\n"
+    )
+    assert call(*asked, "--sequences", "64").code == 0
 
 
 def test_no_number_of_devices_that_suffices_is_said(call):
@@ -388,6 +445,28 @@ def test_the_longest_sequence_of_a_recipe_leaves_room_for_its_checkpoints(call, 
     longest, per_token = plan["length"], plan["files"]["bytes"] / plan["length"]
     kept = 3 * checkpoint_bytes(Job(TOY, longest, dtype="float32"))
     assert 0 <= 20 * GIB - kept - plan["files"]["bytes"] < 1024 * 1.01 * per_token
+
+
+def test_the_longest_sequence_has_spools_no_larger_than_the_shell_allows(call, monkeypatch):
+    """4 x 128 + 128 values of 4 bytes per token: 39 MiB hold some 6,000 tokens; far more fit without a spool."""
+    machine = Machine(8 * GIB, "a machine", file_bytes=40_000 * 1024)
+    monkeypatch.setattr("longstrand.cli.plan_asked.this_machine", lambda: machine)
+    called = call("human_x", "--fit", "length")
+    assert called.code == 0 and "no room" not in called.out
+    said = " ".join(called.out.split())
+    assert (
+        "missing on a device" in said and "; ulimit -f allows each rank's spool no more than 39 MiB." in said
+    )
+    plan = json.loads(call("human_x", "--fit", "length", "--json").out)
+    assert plan["problems"] == [] and plan["files"]["bytes"] <= 40_000 * 1024 and plan["length"] > 100_000
+    asked = ("human_x", "--set", f"data.length={plan['length']}", "--set", "memory.offload=disk")
+    called = call(*asked)
+    assert (
+        called.code == 3
+        and "missing on a host's disk, where ulimit -f allows each rank's spool 39 MiB" in called.err
+    )
+    assert 'take a higher ulimit -f, or memory.offload = "none"' in called.err
+    assert "It would fit with" in called.out and "memory.offload=none" in called.out
 
 
 def test_what_else_this_host_lacks_is_no_fit(call, monkeypatch):

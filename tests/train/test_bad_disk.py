@@ -197,28 +197,49 @@ def test_a_disk_without_room_for_a_checkpoint_is_refused_before_the_first_step(t
     assert not (tmp_path / "run/metrics.jsonl").exists()
 
 
-LIMITED = "from longstrand.cli import main; main()"
+COMMAND = "from longstrand.cli import main; main()"
+COMMAND_LIMITED_IN_A_SAVE = """
+import resource
+
+from longstrand.train import saving
+
+save = saving.save_checkpoint
 
 
-def test_a_file_size_limit_during_a_save_ends_in_one_line_and_the_run_goes_on_from_the_last_checkpoint(
-    finished, run
-):
-    shutil.rmtree(run / "checkpoints/step_000005")
-    limited = subprocess.run(
+def limited(*arguments, **named):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))
+    return save(*arguments, **named)
+
+
+saving.save_checkpoint = limited
+from longstrand.cli import main
+main()
+"""
+
+
+def _resumed_by(program, run, **how):
+    return subprocess.run(
         [
             sys.executable,
             "-c",
-            LIMITED,
+            program,
             "train",
             str(run / "run.toml"),
             "--set",
             f"run.out={run}",
             "--resume",
         ],
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000)),
         capture_output=True,
         text=True,
+        **how,
     )
+
+
+def test_a_file_size_limit_during_a_save_ends_in_one_line_and_the_run_goes_on_from_the_last_checkpoint(
+    finished, run
+):
+    shutil.rmtree(run / "checkpoints/step_000005")
+    limited = _resumed_by(COMMAND_LIMITED_IN_A_SAVE, run)
     assert limited.returncode == 1
     last = limited.stderr.strip().splitlines()[-1]
     assert re.fullmatch(
@@ -227,6 +248,24 @@ def test_a_file_size_limit_during_a_save_ends_in_one_line_and_the_run_goes_on_fr
     assert "Traceback" not in limited.stderr
     assert checkpoints(run) == ["step_000004"]
     assert [line["step"] for line in metrics(run)] == [1, 2, 3, 4, 5]
+    _resume(run)
+    assert differences(finished, run) == []
+
+
+def test_a_file_size_limit_that_no_checkpoint_fits_is_refused_before_the_first_step_and_loses_nothing(
+    finished, run
+):
+    shutil.rmtree(run / "checkpoints/step_000005")
+    limited = _resumed_by(
+        COMMAND, run, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))
+    )
+    assert limited.returncode == 2
+    last = limited.stderr.strip().splitlines()[-1]
+    assert re.fullmatch(
+        r"error: .*size of a file: each rank writes its part of a checkpoint .*ulimit -f.*", last
+    )
+    assert "Traceback" not in limited.stderr
+    assert checkpoints(run) == ["step_000004"]
     _resume(run)
     assert differences(finished, run) == []
 
@@ -256,7 +295,7 @@ def test_sigterm_to_the_command_saves_and_exits_143(finished, tmp_path):
         shutil.copy(finished.parent / name, tmp_path / name)
     out = tmp_path / "run"
     process = subprocess.Popen(
-        [sys.executable, "-c", LIMITED, "train", str(finished / "run.toml"), "--set", f"run.out={out}",
+        [sys.executable, "-c", COMMAND, "train", str(finished / "run.toml"), "--set", f"run.out={out}",
          "--set", "train.steps=100000"], stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     for line in process.stderr:

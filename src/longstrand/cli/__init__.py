@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import resource
 import sys
 import traceback
 from contextlib import redirect_stderr, redirect_stdout
@@ -17,9 +19,11 @@ from longstrand.cli.commands import app
 from longstrand.console import named, shown
 from longstrand.errors import LongstrandError, RunFailed, UserError
 from longstrand.rank_process import leave, under_torchrun
+from longstrand.wording import size_bytes
 
 _TRACE = "\nTraceback (most recent call last)"  # of another process: no one line says what it failed at
 _TORCH_OUT_OF_MEMORY = ("allocate memory", "out of memory", "Storage size calculation overflowed")
+_NO_STACK = "can't start new thread"  # where a limit is: its stack could not be mapped
 
 
 def main() -> None:
@@ -48,8 +52,14 @@ def _run(arguments: list[str]) -> NoReturn:
         _refuse(UserError(_describe_option(error)), debug)
     except (LongstrandError, OSError, MemoryError) as error:
         _refuse(error if isinstance(error, LongstrandError) else RunFailed(_describe(error)), debug)
+    except (ImportError, SystemError) as error:  # of a library whose parts found no room to be mapped
+        if not _mapping_limit():
+            raise
+        why = str(error).strip().rpartition("\n")[2]
+        _refuse(RunFailed(f"a library cannot be loaded ({why}); {_mapping_limit()}"), debug)
     except RuntimeError as error:
-        if not any(wording in str(error) for wording in _TORCH_OUT_OF_MEMORY):
+        wordings = (*_TORCH_OUT_OF_MEMORY, *[_NO_STACK] * bool(_mapping_limit()))
+        if not any(wording in str(error) for wording in wordings):
             raise
         _refuse(RunFailed(_describe(MemoryError())), debug)
 
@@ -82,9 +92,18 @@ def _describe_option(error: ValidationError) -> str:
 
 
 def _describe(error: OSError | MemoryError) -> str:
-    if isinstance(error, MemoryError):
-        return "out of memory; lower memory.tile or data.length, or use a machine with more"
+    if isinstance(error, MemoryError) or error.errno == errno.ENOMEM:
+        remedy = _mapping_limit() or "use a machine with more"
+        return f"out of memory; lower memory.tile or data.length, or {remedy}"
     if error.filename == "stdout":
         return f"stdout: {error.strerror or error}; send it to a file or a disk with space, and run the command again"
     place = f"{error.filename}: " if error.filename else ""
     return f"{place}{error.strerror or error}; check the path, its permissions and the space on its disk"
+
+
+def _mapping_limit() -> str:
+    """As a remedy, the limit of this process's address space; empty: there is none."""
+    soft = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if soft == resource.RLIM_INFINITY:
+        return ""
+    return f"raise the limit of what a process may map, {size_bytes(soft)} (ulimit -v)"

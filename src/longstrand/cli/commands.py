@@ -20,6 +20,7 @@ from longstrand.cli.plan import plan
 from longstrand.config import Recipe, dump_toml, example_recipe, load_recipe
 from longstrand.console import say
 from longstrand.errors import UserError
+from longstrand.plan.host import check_address_space
 from longstrand.rank_process import under_torchrun
 
 app = typer.Typer(
@@ -117,6 +118,7 @@ def train(
 
     if not under_torchrun(os.environ):
         load()  # a wrong recipe is refused before torch is imported
+    check_address_space()
     from longstrand.launch import start_training
 
     run = start_training(load, os.environ, resume=resume, dry_run=dry_run, workers=workers, ray=ray)

@@ -21,8 +21,8 @@ from longstrand.plan.room import not_judged
 from longstrand.plan.search import Plan, as_it_stands, search
 from longstrand.plan.summary import as_dict, gib, what_is_missing
 from longstrand.plan.terms import Place
-from longstrand.plan.walk import MAPS
-from longstrand.wording import count
+from longstrand.plan.walk import MAPS, PACK
+from longstrand.wording import count, size_bytes
 
 _LARGER: dict[Place, str] = {
     "device": "larger devices",
@@ -82,6 +82,8 @@ def _longest(asked: Asked, options: Options) -> None:
     rounded = f"The longest sequence is {tokens} tokens (rounded down to a multiple of {LENGTHS:,})"
     unjudged = not_judged(longest.plan.job, longest.plan.room).get("file")
     beside = f", with {gib(unjudged)} GiB of disk per host, not judged (--host-disk)" if unjudged else ""
+    if asked.room.has_bound_spools and asked.room.spool_bytes is not None:
+        beside += f"; ulimit -f allows each rank's spool no more than {size_bytes(asked.room.spool_bytes)}"
     _say(f"{rounded}; {ends}{beside}.", options)
     _write(longest.plan, asked, options)
 
@@ -252,7 +254,12 @@ def _remedy(found: Plan, *, more: bool = True, shorter: bool = True) -> str:
     if "device" in found.missing and _largest(found) == MAPS:
         fewer = "fewer context ranks, whose number KDA's maps and states grow with (fewer devices, or more sequences "
         return f"take {fewer}per step){', or a shorter length' * shorter}"
+    if "device" in found.missing and _largest(found) == PACK and found.job.sequences_per_step > 1:
+        fewer = "fewer sequences per step, of which every rank holds the tokens of all"
+        return f"take {fewer}{', or a shorter length' * shorter}"
     names = _LARGER | {"device": "a machine with more memory"} if found.room.is_cpu else _LARGER
+    if found.room.has_bound_spools:
+        names = names | {"file": 'a higher ulimit -f, or memory.offload = "none"'}
     larger = [names[place] for place in found.missing]
     if more and not found.room.is_cpu and "file" not in found.missing:
         larger[0] = f"more or {larger[0]}"

@@ -219,6 +219,7 @@ def _room(options: Options, device: Device, job: Job, here: Place | None) -> Roo
         num_devices=options.devices or job.world,
         host_bytes=host,
         file_bytes=disk,
+        spool_bytes=None if here is None else here.machine.file_bytes,
         optimizer=options.optimizer or "auto",  # type: ignore[arg-type]
         fitted=fitted,
     )

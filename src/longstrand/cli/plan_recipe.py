@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from longstrand.atomic import write_new
 from longstrand.cli.plan_options import CONTROL
 from longstrand.config import Recipe, dump_toml
 from longstrand.config.writing import WIDTH
@@ -74,8 +75,7 @@ def write_plan(path: Path, plan: Plan, found: FoundShape, recipe: Recipe | None,
             raise UserError(
                 f"--write {file}: exists, and is never overwritten; remove it or choose another name"
             )
-    for file, content in written.items():
-        _write_new(file, content)
+    _write_all(written)
     return list(written)
 
 
@@ -125,11 +125,16 @@ def _with_comments(lines: list[str], why: dict[str, str]) -> Iterator[str]:
         yield line
 
 
-def _write_new(path: Path, text: str) -> None:
+def _write_all(contents: dict[Path, str]) -> None:
+    """All of them, or none: a rest would block the next try."""
+    written: list[Path] = []
     try:
-        with path.open("x", encoding="utf-8") as file:
-            file.write(text)
+        for path, text in contents.items():
+            write_new(path, text)
+            written.append(path)
     except OSError as error:
+        for each in written:
+            each.unlink(missing_ok=True)
         raise UserError(
             f"--write {path}: cannot be written ({error.strerror}); choose another name"
         ) from None

@@ -25,13 +25,14 @@ from longstrand.plan.summary import (
     faster_with,
     gib,
     loading_bytes,
+    place_of,
     reason,
     setting,
     terms_in,
     threads_of,
 )
 from longstrand.plan.terms import Place, Term, total
-from longstrand.wording import count, duration, short_tokens
+from longstrand.wording import count, duration, short_tokens, size_bytes
 
 if TYPE_CHECKING:  # it loads numpy
     from longstrand.plan.calibrate import Calibration, Row
@@ -103,7 +104,8 @@ def verdict(plan: Plan, problems: Sequence[str] = ()) -> str:
     limit = plan.room.limit("device")
     if not plan.fits:
         over = (
-            f"{gib(num_bytes)} GiB too many on {PLACES[place]}" for place, num_bytes in plan.missing.items()
+            f"{gib(num_bytes)} GiB too many on {place_of(plan.room, place)}"
+            for place, num_bytes in plan.missing.items()
         )
         return f"Does not fit: {', '.join(over)}."
     used = f"{gib(plan.memory.device_bytes)}{f' of {gib(limit)}' if limit else ''} GiB per device"
@@ -165,9 +167,10 @@ def show_host(needs: HostNeeds, machine: Machine, found: Sequence[str], console:
     table.add_row("a checkpoint, GiB", gib(needs.checkpoint_bytes), "", "of the whole run")
     what, num_bytes = needs.largest_file
     if machine.address_bytes is not None:
-        table.add_row("mapped per rank, GiB", gib(needs.rank_bytes), gib(machine.address_bytes), "at least")
+        mapped, allowed = size_bytes(needs.mapped_bytes), size_bytes(machine.address_bytes)
+        table.add_row("mapped per rank", mapped, allowed, "at least")
     if machine.file_bytes is not None:
-        table.add_row("a file, GiB", gib(num_bytes), gib(machine.file_bytes), f"of a rank: {what}")
+        table.add_row("a file", size_bytes(num_bytes), size_bytes(machine.file_bytes), f"of a rank: {what}")
     console.print(table)
     for each in found:
         console.print(f"  {each}", markup=False, style="bold red")

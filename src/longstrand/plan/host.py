@@ -7,14 +7,15 @@ import resource
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 from longstrand.errors import UserError
-from longstrand.plan.devices import GIB
 from longstrand.plan.job import Job
-from longstrand.plan.room import Room, file_terms, host_terms, memory_of
+from longstrand.plan.room import PROCESS_BYTES, Room, file_terms, host_terms, memory_of
 from longstrand.plan.sizes import Sizes
 from longstrand.plan.terms import Term, total
 from longstrand.plan.walk import INPUTS, MEAN
+from longstrand.wording import size_bytes
 
 _CGROUPS = Path("/sys/fs/cgroup")
 
@@ -22,6 +23,18 @@ FIXED_DESCRIPTORS = 48
 """Of one process, before its sockets and sources: log, metrics, lock, spool, and each group's pipes and events.
 
 An upper bound: 9 in all were counted in one process, 24 to 50 in each of two to four (toy, disk offload, all axes)."""
+
+
+MAPPED_BYTES = {"cpu": 800 * 2**20, "gpu": PROCESS_BYTES["gpu"]}
+"""Address space of one process before it holds a tensor.
+
+On a CPU measured: VmPeak is 584 to 624 MiB of `import torch`, 699 MiB of `train --dry-run`, 855 MiB of a run of the
+toy with 54 MiB of tensors (2,048 tokens, torch 2.13, less the TiB that an allocator reserves where it may). On a GPU at
+least what it holds; CUDA maps far more.
+"""
+
+IMPORTED_BYTES = 584 * 2**20
+"""Of them, what `import torch` alone maps."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +86,7 @@ class HostNeeds:
         pinned: of one rank; None: nothing is pinned.
         descriptors: of one process.
         world: ranks of the run.
+        kind: of the devices.
     """
 
     ranks: int
@@ -82,11 +96,12 @@ class HostNeeds:
     pinned: Pinned | None
     descriptors: int
     world: int = 1
+    kind: Literal["cpu", "gpu"] = "cpu"
 
     @property
-    def rank_bytes(self) -> int:
-        """Memory of one process, all of which it maps."""
-        return total(self.memory) // self.ranks
+    def mapped_bytes(self) -> int:
+        """Address space of one process: libraries, of which it holds a part, and all its tensors."""
+        return total(self.memory) // self.ranks - PROCESS_BYTES[self.kind] + MAPPED_BYTES[self.kind]
 
     @property
     def largest_file(self) -> tuple[str, int]:
@@ -135,6 +150,7 @@ def host_needs(job: Job, room: Room, num_sources: int = 1) -> HostNeeds:
         pinned_by(job),
         descriptors_of(job, num_sources),
         job.world,
+        room.device.kind,
     )
 
 
@@ -185,9 +201,9 @@ def shortages(needs: HostNeeds, machine: Machine, slack: float = 0.0) -> list[st
     if used > machine.memory_bytes * (1 + slack):
         largest = sorted(needs.memory, key=lambda term: -term.num_bytes)[:3]
         found.append(
-            f"host memory: {needs.ranks} rank{'s' * (needs.ranks > 1)} here need {_gib(used)}, and "
-            f"{machine.memory_rule} is {_gib(machine.memory_bytes)}; most of it: "
-            + ", ".join(f"{term.name} {_gib(term.num_bytes)}" for term in largest)
+            f"host memory: {needs.ranks} rank{'s' * (needs.ranks > 1)} here need {size_bytes(used)}, and "
+            f"{machine.memory_rule} is {size_bytes(machine.memory_bytes)}; most of it: "
+            + ", ".join(f"{term.name} {size_bytes(term.num_bytes)}" for term in largest)
             + '; lower data.length or memory.tile, raise memory.keep_every, set memory.offload = "disk", or use a '
             "larger host"
         )
@@ -197,8 +213,8 @@ def shortages(needs: HostNeeds, machine: Machine, slack: float = 0.0) -> list[st
         and needs.pinned.exact > machine.locked_bytes
     ):
         found.append(
-            f'memory.offload = "host": each rank pins {_gib(needs.pinned.exact)}, and a process may lock '
-            f'{_gib(machine.locked_bytes)} (ulimit -l); raise that limit, or set memory.offload = "disk"'
+            f'memory.offload = "host": each rank pins {size_bytes(needs.pinned.exact)}, and a process may lock '
+            f'{size_bytes(machine.locked_bytes)} (ulimit -l); raise that limit, or set memory.offload = "disk"'
         )
     if machine.open_files is not None and needs.descriptors > machine.open_files * (1 + slack):
         found.append(
@@ -211,15 +227,15 @@ def shortages(needs: HostNeeds, machine: Machine, slack: float = 0.0) -> list[st
 def _shell_shortages(needs: HostNeeds, machine: Machine, within: float) -> list[str]:
     """What the limits of a shell cut short that the machine itself has room for."""
     found, (what, num_bytes) = [], needs.largest_file
-    if machine.address_bytes is not None and needs.rank_bytes > machine.address_bytes * within:
+    if machine.address_bytes is not None and needs.mapped_bytes > machine.address_bytes * within:
         found.append(
-            f"address space: each rank maps at least {_gib(needs.rank_bytes)}, and a process may map "
-            f"{_gib(machine.address_bytes)} (ulimit -v); raise that limit, or lower data.length or memory.tile"
+            f"address space: each rank maps at least {size_bytes(needs.mapped_bytes)}, and a process may map "
+            f"{size_bytes(machine.address_bytes)} (ulimit -v); raise that limit, or lower data.length or memory.tile"
         )
     if machine.file_bytes is not None and num_bytes > machine.file_bytes * within:
         found.append(
-            f"size of a file: each rank writes {what} of {_gib(num_bytes)} into one, and a process may write "
-            f"{_gib(machine.file_bytes)} (ulimit -f); raise that limit"
+            f"size of a file: each rank writes {what} of {size_bytes(num_bytes)} into one, and a process may write "
+            f"{size_bytes(machine.file_bytes)} (ulimit -f); raise that limit"
         )
     return found
 
@@ -236,16 +252,17 @@ def file_shortages(needs: HostNeeds, spool: Path, out: Path, keep: int) -> list[
     free = free_bytes(spool)
     if spooled and free is not None and spooled > free:
         found.append(
-            f"memory.spool = {spool}: {needs.ranks} rank{'s' * (needs.ranks > 1)} here need {_gib(spooled)} there, and "
-            f"{_gib(free)} are free; make room, set memory.spool to a folder on another disk, or raise "
-            "memory.keep_every"
+            f"memory.spool = {spool}: {needs.ranks} rank{'s' * (needs.ranks > 1)} here need {size_bytes(spooled)} "
+            f"there, and {size_bytes(free)} are free; make room, set memory.spool to a folder on another disk, or "
+            "raise memory.keep_every"
         )
     beside, free = (spooled if one_disk else 0), free_bytes(out)
     if free is not None and kept + beside > free:
         found.append(
-            f"run.out = {out}: train.keep = {keep} checkpoints and one being written take {_gib(kept)}"
-            + f", beside a spool of {_gib(beside)}" * bool(beside)
-            + f", and {_gib(free)} are free; make room, lower train.keep, or set run.out to a folder on another disk"
+            f"run.out = {out}: train.keep = {keep} checkpoints and one being written take {size_bytes(kept)}"
+            + f", beside a spool of {size_bytes(beside)}" * bool(beside)
+            + f", and {size_bytes(free)} are free; make room, lower train.keep, or set run.out to a folder on another "
+            "disk"
         )
     return found
 
@@ -265,6 +282,20 @@ def check_host(job: Job, room: Room, *, num_sources: int, slack: float = 0.1) ->
     machine = this_machine()
     allowed = replace(machine, memory_bytes=machine.memory_bytes + machine.swap_bytes, locked_bytes=None)
     refuse(shortages(host_needs(job, room, num_sources), allowed, slack))
+
+
+def check_address_space(slack: float = 0.1) -> None:
+    """Refuses a process without room for its libraries, of which some would end it without a word.
+
+    Raises:
+        UserError: with the limit.
+    """
+    limit = _soft(resource.RLIMIT_AS)
+    if limit is not None and limit * (1 + slack) < IMPORTED_BYTES:
+        raise UserError(
+            f"address space: loading torch maps {size_bytes(IMPORTED_BYTES)}, and a process may map "
+            f"{size_bytes(limit)} (ulimit -v); raise that limit"
+        )
 
 
 def refuse(found: Sequence[str]) -> None:
@@ -314,7 +345,3 @@ def _cgroup_limits() -> list[Path]:
 def _soft(which: int) -> int | None:
     soft = resource.getrlimit(which)[0]
     return None if soft == resource.RLIM_INFINITY else soft
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / GIB:,.2f} GiB"

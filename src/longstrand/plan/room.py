@@ -31,6 +31,7 @@ class Room:
         num_devices: one rank each.
         host_bytes: memory of one host; None: not known, and not judged.
         file_bytes: free disk space of one host for spools; None: not known, and not judged.
+        spool_bytes: that one file may have (ulimit -f), of which a rank has one; None: no limit.
         optimizer: where it may be; auto: on the host where the device has no room.
         fitted: factors of terms of seconds, from finished runs; None: estimates.
     """
@@ -39,6 +40,7 @@ class Room:
     num_devices: int
     host_bytes: int | None = None
     file_bytes: int | None = None
+    spool_bytes: int | None = None
     optimizer: Literal["auto", "device", "host"] = "auto"
     fitted: Calibrated | None = None
 
@@ -68,7 +70,18 @@ class Room:
         """Bytes: of the device of a rank, or of a host's memory or disk for all its ranks."""
         if place == "device":
             return self.rank_bytes
-        return self.host_bytes if place == "host" else self.file_bytes
+        return self.host_bytes if place == "host" else self._files_bytes
+
+    @property
+    def has_bound_spools(self) -> bool:
+        """Whether it is not the disk that ends what a host has in files, but how large each may be."""
+        return self.spool_bytes is not None and self._files_bytes != self.file_bytes
+
+    @property
+    def _files_bytes(self) -> int | None:
+        """Of all ranks of a host."""
+        bound = None if self.spool_bytes is None else self.spool_bytes * self.ranks_per_host
+        return min((limit for limit in (self.file_bytes, bound) if limit is not None), default=None)
 
 
 @lru_cache(maxsize=4096)

@@ -18,6 +18,7 @@ from longstrand.plan.rows import rows_of
 from longstrand.plan.rules import require_possible
 from longstrand.plan.search import Plan, Step, seconds_of
 from longstrand.plan.terms import Place, Term, total
+from longstrand.wording import size_bytes
 
 NOT_ON_A_GPU = (
     "Not measured on a GPU: no run of this code on one has been made. Tensors are counted as a CPU run allocates them; "
@@ -37,6 +38,13 @@ COSTS = {
     "parallel.context": "more exchanges of carries and latents",
     "parallel.expert": "exchanges of tokens between more ranks",
 }
+
+
+def place_of(room: Room, place: Place) -> str:
+    """In words, and by which limit where there is another than the disk's."""
+    if place == "file" and room.has_bound_spools and room.spool_bytes is not None:
+        return f"{PLACES[place]}, where ulimit -f allows each rank's spool {size_bytes(room.spool_bytes)}"
+    return PLACES[place]
 
 
 def threads_of(plan: Plan) -> str:
@@ -80,9 +88,9 @@ def what_is_missing(plan: Plan) -> str:
         largest = sorted(terms_in(plan, place), key=lambda term: -term.num_bytes)[:3]
         named = ", ".join(f"{term.name} {gib(term.num_bytes)}" for term in largest)
         limit = plan.room.limit(place) or 0
+        where, needs = place_of(plan.room, place), gib(needed(plan.job, plan.room, place))
         parts.append(
-            f"{gib(num_bytes)} GiB are missing on {PLACES[place]} ({gib(needed(plan.job, plan.room, place))} of "
-            f"{gib(limit)} GiB; largest: {named})"
+            f"{gib(num_bytes)} GiB are missing on {where} ({needs} of {gib(limit)} GiB; largest: {named})"
         )
     return "; ".join(parts)
 

@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter
 
+from longstrand.atomic import write_new
 from longstrand.errors import UserError
 from longstrand.plan.devices import GIB
 from longstrand.plan.search import Plan
@@ -44,8 +45,7 @@ def write_picture(plans: Sequence[Plan], model: str, path: Path) -> None:
 
     svg, png = draw_figure(draw, (9.0, 6.4))
     try:
-        with path.open("xb") as file:
-            file.write(svg.encode() if path.suffix.lower() == ".svg" else png)
+        write_new(path, svg if path.suffix.lower() == ".svg" else png)
     except OSError as error:
         raise UserError(
             f"--picture {path}: cannot be written ({error.strerror}); choose another path"
