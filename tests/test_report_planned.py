@@ -67,7 +67,7 @@ def test_a_planned_step_stands_beside_the_measured_one(run):
     assert "a step, planned 15.0 s" in page.text
     assert "a step, measured (median) 16.1 s" in page.text
     assert "the plan is 6.8 % less than measured" in page.text
-    assert "of it forward (mean) 10.0 s" in page.text
+    assert "forward, mean of all steps with the first 10.0 s" in page.text
     assert _row(page, "projections")[1:3] == ["9.0 s", "60.0\u202f%"]
     assert _row(page, "scores")[4] == "measured: 0.5 x the estimate"
 

@@ -20,6 +20,7 @@ from longstrand.cli.commands import app
 from longstrand.cli.plan_options import ALLOWED
 from longstrand.config import load_recipe
 from longstrand.model import load_model
+from longstrand.plan import summary
 from longstrand.plan.devices import GIB, find_device
 from longstrand.plan.host import Machine, checkpoint_bytes
 from longstrand.plan.inverse import sweep
@@ -129,7 +130,7 @@ def test_threads_that_openmp_cannot_read_are_not_told(call, monkeypatch, told):
 @pytest.mark.parametrize("question", [("--fit", "length"), ("--sweep", "1k..2k")])
 def test_no_rank_is_busier_than_the_devices_of_a_recipe_allow(call, question):
     called = call("human_x", "--device", "H200", "--data-skew", "3", *question)
-    assert called.code == 2 and "--data-skew 3.0: must be from 1 to 1" in called.err
+    assert called.code == 2 and "--data-skew 3.0: must be 1, since no ranks share the experts" in called.err
 
 
 @pytest.mark.parametrize("form", [(), ("--json",)])
@@ -289,11 +290,27 @@ def test_a_number_out_of_its_range_is_refused_with_its_value(call, option, value
     assert rule in called.err
 
 
+def test_more_threads_than_this_machine_has_cores_are_said(call, monkeypatch):
+    """The rates are those of one core each."""
+    monkeypatch.setattr(summary, "cores_here", lambda: 2)
+    eight = call("human_x", "--set", "parallel.context=8", "--set", "run.threads=1")
+    assert "The seconds take 8 cores" in eight.out and "about 4.0 times as long" in " ".join(
+        eight.out.split()
+    )
+    assert "The seconds take" not in call("human_x", "--set", "run.threads=2").out
+    assert "The seconds take" not in call(*FLASH, "--length", "1M").out
+
+
+def test_a_part_of_a_device_s_name_is_a_hint(call):
+    called = call("--model", "toy", "--device", "h100", "--length", "1k")
+    assert called.code == 2 and "did you mean H100-80?" in called.err
+
+
 def test_skew_needs_experts_on_several_ranks(call):
     called = call("--model", "toy", "--length", "64k", "--data-skew", "1.5")
     assert called.code == 2 and "remove it" in called.err
     called = call("human_x", "--data-skew", "1.5")
-    assert called.code == 2 and "from 1 to 1, " in called.err
+    assert called.code == 2 and "must be 1, since no ranks share the experts" in called.err
 
 
 REFUSED_BY_TRAIN = [

@@ -198,7 +198,9 @@ def _data_skew(options: Options, most_ranks: int) -> float:
         return 1.0
     if not 1 <= skew <= most_ranks:  # NaN is in no range
         rule = f"must be from 1 to {most_ranks}, where one of the ranks that share the experts has all tokens"
-        remedy = "remove it" if most_ranks == 1 else "take it from longstrand probe"
+        remedy = "take it from longstrand probe"
+        if most_ranks == 1:
+            rule, remedy = "must be 1, since no ranks share the experts (parallel.expert = 1)", "remove it"
         raise UserError(f"--data-skew {skew}: {rule}; {remedy}")
     return skew
 

@@ -21,6 +21,7 @@ from longstrand.plan.summary import (
     COSTS,
     NOT_ON_A_GPU,
     PLACES,
+    cores_short,
     effect,
     faster_with,
     gib,
@@ -55,11 +56,15 @@ def show_plan(plan: Plan, model: str, console: Console) -> None:
     show_levers(plan, console)
     for each in dict.fromkeys(term.evidence for term in _all_terms(plan)):
         console.print(Padding(Text(each, "dim"), (0, 0, 0, 2)))
-    console.print("  seconds: --json says from which part of which rate each is", style="dim")
+    where = plan.room.device.source or "as the device says them"
+    rates = f"  rates of the seconds: {where} (--json: from which part of which each is)"
+    console.print(rates, style="dim", markup=False)
     _show_calibrated(plan, console)
     for other in faster_with(plan):
         words = f"{other.gain:.0%} more tokens/s, {gib(other.device_bytes)} GiB per device"
         console.print(f"Fits too, and is planned faster: {other.setting} ({words}).", markup=False)
+    if short := cores_short(plan):
+        console.print(short, markup=False)
     if loading := loading_bytes(plan):
         words = "each rank reads a layer whole, then keeps its part of it; not judged"
         console.print(f"Loading takes up to {gib(loading)} GiB of each host: {words}.", markup=False)

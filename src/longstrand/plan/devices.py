@@ -101,8 +101,10 @@ def find_device(name_or_file: str) -> Device:
     except (OSError, RuntimeError):  # too long a name, or "~" of someone without a home
         is_there = False
     if not is_there:
+        near = [name for name in known if name_or_file.lower() in name.lower()]
+        hint = f"did you mean {' or '.join(near)}? Known are" if near else "one of"
         raise UserError(
-            f"--device {name_or_file}: no such device or file; one of {', '.join(known)}, or a TOML with its numbers "
+            f"--device {name_or_file}: no such device or file; {hint} {', '.join(known)}, or a TOML with its numbers "
             "(docs/planner.md)"
         )
     try:

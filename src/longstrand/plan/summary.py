@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from longstrand.config import MemorySection
 from longstrand.errors import UserError
 from longstrand.plan.devices import GIB
-from longstrand.plan.job import Job
+from longstrand.plan.job import Job, cores_here
 from longstrand.plan.room import Room, file_terms, host_terms, memory_of, missing, needed
 from longstrand.plan.rows import rows_of
 from longstrand.plan.rules import require_possible
@@ -89,9 +89,8 @@ def what_is_missing(plan: Plan) -> str:
         named = ", ".join(f"{term.name} {gib(term.num_bytes)}" for term in largest)
         limit = plan.room.limit(place) or 0
         where, needs = place_of(plan.room, place), gib(needed(plan.job, plan.room, place))
-        parts.append(
-            f"{gib(num_bytes)} GiB are missing on {where} ({needs} of {gib(limit)} GiB; largest: {named})"
-        )
+        short = f"{gib(num_bytes)} GiB" if num_bytes >= GIB // 10 else size_bytes(num_bytes)
+        parts.append(f"{short} are missing on {where} ({needs} of {gib(limit)} GiB; largest: {named})")
     return "; ".join(parts)
 
 
@@ -142,6 +141,17 @@ def _possible(job: Job, changes: dict[str, bool]) -> Job | None:
     return changed
 
 
+def cores_short(plan: Plan) -> str | None:
+    """Where the ranks of this machine have more threads than it has cores, which no rate knows; else None."""
+    threads, cores = plan.room.ranks_per_host * plan.job.threads, cores_here()
+    if not plan.room.device.is_this_cpu or plan.room.num_hosts > 1 or threads <= cores:
+        return None
+    return (
+        f"The seconds take {threads} cores, one for each thread, and this machine has {cores}: here a step takes about "
+        f"{threads / cores:.1f} times as long."
+    )
+
+
 def loading_bytes(plan: Plan) -> int:
     """At most of host memory on each host before the first step, where ranks fill the model layer by layer.
 
@@ -190,6 +200,7 @@ def as_dict(plan: Plan, *, alone: bool = True) -> dict[str, Any]:
         "host": {"bytes": total(terms_in(plan, "host")), "terms": _dicts(terms_in(plan, "host"))},
         "files": {"bytes": total(terms_in(plan, "file")), "terms": _dicts(terms_in(plan, "file"))},
         "loading_bytes_per_host": loading_bytes(plan),
+        "cores_short": cores_short(plan),
         **faster,
         "seconds": {
             "total": plan.seconds.total,

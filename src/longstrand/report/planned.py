@@ -126,7 +126,7 @@ def _time(
     steps = phases.get("start", {}).get("times", 0)
     for name, phase in phases.items():
         if name in ("forward", "backward", "optimizer") and steps and is_number(phase.get("seconds")):
-            facts.append((f"of it {name} (mean)", _seconds(phase["seconds"] / steps)))
+            facts.append((f"{name}, mean of all steps with the first", _seconds(phase["seconds"] / steps)))
     return f"<h3>Time</h3>{pairs(facts)}" if facts else ""
 
 

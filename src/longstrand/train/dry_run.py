@@ -57,10 +57,11 @@ def check(recipe: Recipe, *, resume: bool = False, started: Started = Started(),
         resolved = resolve_recipe(recipe)
         if resolved.parallel.world > 1:
             check_layout(resolved, Console(stderr=True, width=100))
-            return
-        prepared = prepare(resolved)
-        evaluation_packs(resolved, prepared.data)
-        spread(resolved, prepared, one_process())
+        else:
+            prepared = prepare(resolved)
+            evaluation_packs(resolved, prepared.data)
+            spread(resolved, prepared, one_process())
+        _log.info("nothing was found that would stop this run; none was begun")
 
 
 def check_layout(recipe: Recipe, console: Console) -> Layout:
