@@ -37,9 +37,10 @@ def write_picture(plans: Sequence[Plan], model: str, path: Path) -> None:
         memory, speed = figure.subplots(2, 1, sharex=True, height_ratios=[3, 2])
         room = plans[0].room
         _draw_memory(memory, plans)
-        memory.set_title(f"{model}, {room.num_devices} x {room.device.name}: GiB per device, estimated")
+        on = f"{model}, {room.num_devices} x {room.device.name}"
+        memory.set_title(f"{on}: GiB per device, planned; above each bar what changes there")
         _draw_speed(speed, plans)
-        speed.set_title("Tokens per second over all devices, estimated")
+        speed.set_title("Tokens per second over all devices, planned")
         speed.set_xticks(range(len(plans)), [short_tokens(plan.job.length) for plan in plans])
         speed.set_xlabel("tokens of a sequence")
 
