@@ -33,9 +33,6 @@ toy with 54 MiB of tensors (2,048 tokens, torch 2.13, less the TiB that an alloc
 least what it holds; CUDA maps far more.
 """
 
-IMPORTED_BYTES = 584 * 2**20
-"""Of them, what `import torch` alone maps."""
-
 
 @dataclass(frozen=True)
 class Machine:
@@ -284,16 +281,16 @@ def check_host(job: Job, room: Room, *, num_sources: int, slack: float = 0.1) ->
     refuse(shortages(host_needs(job, room, num_sources), allowed, slack))
 
 
-def check_address_space(slack: float = 0.1) -> None:
+def check_address_space() -> None:
     """Refuses a process without room for its libraries, of which some would end it without a word.
 
     Raises:
         UserError: with the limit.
     """
     limit = _soft(resource.RLIMIT_AS)
-    if limit is not None and limit * (1 + slack) < IMPORTED_BYTES:
+    if limit is not None and limit < MAPPED_BYTES["cpu"]:
         raise UserError(
-            f"address space: loading torch maps {size_bytes(IMPORTED_BYTES)}, and a process may map "
+            f"address space: torch and a run's libraries map {size_bytes(MAPPED_BYTES['cpu'])}, and a process may map "
             f"{size_bytes(limit)} (ulimit -v); raise that limit"
         )
 
