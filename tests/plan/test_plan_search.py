@@ -101,6 +101,32 @@ def test_no_other_combination_that_fits_is_faster(part, host_bytes, groups):
     assert plan.fits or part < 0.9 or host_bytes == 2**30
 
 
+@pytest.mark.parametrize("disk_bytes", [0, 2 * 2**30])
+@pytest.mark.parametrize("host_gib", [1, 3, 5, 7, 9])
+@pytest.mark.parametrize("part", [0.7, 0.5, 0.35, 0.25])
+def test_where_any_combination_fits_a_plan_is_found(part, host_gib, disk_bytes):
+    """What one lever puts on a host leaves no room there for another, so that their order must not decide."""
+    shape = replace(TOY, hidden_size=512, moe_intermediate_size=2048)
+    job = Job(shape, 2**18, kind="gpu")
+    whole = memory_of(without_levers(job, small_room(GIB))).device_bytes
+    room = replace(small_room(part * whole, host_bytes=host_gib * 2**30), file_bytes=disk_bytes)
+    base = without_levers(job, room)
+    tile, keep_every, *_ = levers_for(base, room)
+    choices = product(tile.values, keep_every.values, ("none", "host", "disk"), ("device", "host"))
+    names = ("tile", "keep_every", "offload", "optimizer")
+    some_fit = any(
+        not missing(with_memory(base, **dict(zip(names, values, strict=True))), room) for values in choices
+    )
+    assert search(job, room).fits or not some_fit
+
+
+def test_a_disk_that_no_lever_needs_is_not_missed():
+    """24 B200 hold 4M tokens with the optimizer on hosts of 2 TiB, whatever their disks: found with and without."""
+    for disk_bytes in (0, None):
+        room = Room(find_device("B200"), 24, host_bytes=2048 * GIB, file_bytes=disk_bytes)
+        assert search(Job(REAL, 2**22, kind="gpu"), room).fits
+
+
 def test_layer_inputs_on_the_host_are_cheaper_than_computing_them_again():
     """Copies of 90 GiB per rank at tens of GB/s are hidden in minutes of work; 23 layers again are not."""
     job = Job(REAL, 2**19, trainable=("kda", "mla"), kind="gpu")

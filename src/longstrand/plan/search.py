@@ -217,17 +217,37 @@ def levers_for(base: Job, room: Room) -> tuple[Lever, ...]:
 def reach(job: Job, room: Room, levers: tuple[Lever, ...]) -> Job:
     """Switches levers on at their strongest until the job fits; the closest where it never does.
 
-    Then once more with all of them on from the start: it may be that only another tile fits with them.
+    Then once more with all of them on from the start: it may be that only another tile fits with them. Where a host or
+    its disk has a limit, what one lever puts there leaves no room for what another would: so from each place that
+    inputs and the optimizer can be in, too.
     """
     found = _strengthened(job, room, levers)
     if not missing(found, room):
         return found
+    for start in _starts(job, room, levers):
+        other = _strengthened(start, room, levers)
+        if _over(other, room) < _over(found, room):
+            found = other
+        if not missing(found, room):
+            break
+    return found
+
+
+def _starts(job: Job, room: Room, levers: tuple[Lever, ...]) -> Iterator[Job]:
     all_on = job
     for lever in levers:
         if lever.tried and lever.setting != "memory.tile":
             all_on = lever.put(all_on, lever.tried[-1])
-    other = _strengthened(all_on, room, levers)
-    return other if _over(other, room) < _over(found, room) else found
+    yield all_on
+    if room.limit("host") is None and room.limit("file") is None:
+        return
+    moving = [lever for lever in levers if lever.setting in ("memory.offload", "memory.optimizer")]
+    for values in product(*(lever.values for lever in moving)):
+        moved = job
+        for lever, value in zip(moving, values, strict=True):
+            moved = lever.put(moved, value)
+        if moved != job:
+            yield moved
 
 
 @lru_cache(maxsize=512)
