@@ -39,6 +39,8 @@ def test_a_planned_phase_is_what_lives(name):
         pytest.skip(why_not)
     case = CASES[name]
     found, planned = run_case(case, timeout=200), plan_memory(case.job)
-    assert planned.device_bytes == pytest.approx(found.counted, rel=0.02)
+    # A tile that is written or read behind the computation lives longer where other processes keep the disk waiting.
+    bound = 0.05 if case.memory.get("offload") == "disk" else 0.02
+    assert planned.device_bytes == pytest.approx(found.counted, rel=bound)
     for phase in ("forward", "backward"):
-        assert total(planned.phases[phase]) == pytest.approx(found.phases[phase], rel=0.025), phase
+        assert total(planned.phases[phase]) == pytest.approx(found.phases[phase], rel=1.25 * bound), phase
