@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -12,10 +11,9 @@ from typing import Any
 
 from longstrand.config import MemorySection, ParallelSection
 from longstrand.plan.job import Job
-from longstrand.plan.passes import Passes
+from longstrand.plan.keep_every import values_of_keep_every
 from longstrand.plan.room import Room, memory_of, missing, needed
 from longstrand.plan.seconds import Seconds, plan_seconds
-from longstrand.plan.streams import first_trained_layer, streams_at_once
 from longstrand.plan.terms import Memory, Place
 
 TILES = tuple(2**power for power in range(7, 16))
@@ -345,36 +343,8 @@ def _keep_every(base: Job) -> Lever:
 
     So too every k that keeps fewer streams than each smaller one does, of which the last is the strongest.
     """
-    values = _values_of_keep_every(
-        replace(base, length=2, memory=MemorySection(), parallel=ParallelSection())
-    )
+    values = values_of_keep_every(replace(base, length=2, memory=MemorySection(), parallel=ParallelSection()))
     return Lever("memory.keep_every", values, values[1:][-1:], _memory_setter("keep_every"))
-
-
-@lru_cache(maxsize=64)
-def _values_of_keep_every(job: Job) -> tuple[int, ...]:
-    """From most streams to fewest; once per model and what it trains."""
-    shape, first = job.shape, first_trained_layer(job)
-    layers, found, least = shape.num_hidden_layers, dict[int, tuple[int, Counter[Any]]](), inf
-    kinds = list(zip(shape.layer_types, shape.mlp_layer_types, shape.indexer_types, strict=True))
-    forced = set()
-    for k in range(1, max(1, layers - first) + 1):
-        rebuilt = Passes(_with_memory(job, keep_every=k)).rebuilt
-        streams = streams_at_once(layers, first, k)
-        found[k] = streams, Counter(kinds[layer] for layer in rebuilt)
-        if streams < least:
-            forced.add(k)
-            least = streams
-    kept = [
-        k for k, own in found.items() if k in forced or not any(_beats(found[o], own, o < k) for o in found)
-    ]
-    allowed = [k for k in kept if k == 1 or found[k][0] < found[1][0]]
-    return tuple(sorted(allowed, key=lambda k: (-found[k][0], k)))
-
-
-def _beats(one: tuple[int, Counter[Any]], other: tuple[int, Counter[Any]], earlier: bool) -> bool:
-    """Whether it has as few streams and recomputes no more; of equals the earlier one does."""
-    return one[0] <= other[0] and one[1] <= other[1] and (one != other or earlier)
 
 
 def _memory_setter(name: str) -> Callable[[Job, Any], Job]:
