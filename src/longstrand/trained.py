@@ -66,14 +66,8 @@ class Trained:
         Raises:
             UserError: on all ranks: the model cannot be spread like this, or its weights cannot be used.
         """
-        settings = ParallelSection() if self.recipe is None else self.recipe.parallel
-        place_model(
-            self.model,
-            mesh,
-            self.weights,
-            segments=settings.segments_per_rank,
-            receive=settings.receive_rows(self.tile),
-        )
+        sizes = ParallelSection() if self.recipe is None else self.recipe.parallel
+        place_model(self.model, mesh, self.weights, sizes, self.tile)
         return self
 
     def require_forms(self, tokens: int) -> None:
@@ -239,10 +233,10 @@ def _from_checkpoint(checkpoint: Path, run: Path, outlined: bool) -> Trained:
     dtype = getattr(torch, recipe.run.dtype)
     if outlined:
         model = outline_model(source, dtype)
-        weights = CheckpointWeights(checkpoint, model)
     else:
         model = load_model(source, dtype, seed=recipe.run.seed, init=recipe.model.init)
-        weights = CheckpointWeights(checkpoint, model)
+    weights = CheckpointWeights(checkpoint, model)
+    if not outlined:
         weights.fill(model.state_dict())
     name, folder = f"step {weights.step:,} of {run}", source if source.is_dir() else None
     return Trained(model, name, recipe, weights.step, folder, lambda: nullcontext(weights))

@@ -73,13 +73,8 @@ def open_model(job: Job) -> tuple[Model, WatchedOptimizer]:
     model = outline_model(source, dtype)
     names = trained_names(model.groups(), recipe.train)
     freeze_all_but(model, names)
-    place_model(
-        model,
-        mesh,
-        partial(open_weights, source, model, recipe.run.seed, recipe.model.init),
-        segments=job.axes.segments_per_rank,
-        receive=job.axes.receive_rows(job.levers.tile),
-    )
+    weights = partial(open_weights, source, model, recipe.run.seed, recipe.model.init)
+    place_model(model, mesh, weights, job.axes, job.levers.tile)
     return model, WatchedOptimizer(model, names, recipe.train, mesh=mesh)
 
 

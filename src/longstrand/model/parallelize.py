@@ -10,6 +10,7 @@ from functools import partial
 import torch
 from torch import nn
 
+from longstrand.config import ParallelSection
 from longstrand.errors import UserError
 from longstrand.model.ffn import MixtureOfExperts
 from longstrand.model.load import Weights, make_room
@@ -71,30 +72,33 @@ def place_model(
     model: Model,
     mesh: Mesh,
     weights: Callable[[], AbstractContextManager[Weights]] | None,
+    sizes: ParallelSection,
+    tile: int,
     *,
-    segments: int | None,
-    receive: int,
     loading: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Model:
     """Makes a model one rank's part of a mesh, which is filled meanwhile where it has no numbers yet.
 
     Args:
         weights: opens what it is filled from; not asked where it has numbers.
-        segments, receive: see `parallelize`.
+        sizes: segments and rounds are those that it says.
+        tile: tokens computed at once.
         loading: entered while it is filled, which exchanges nothing.
 
     Raises:
         UserError: on all ranks: the model cannot be spread like this, or its weights cannot be used.
     """
+    put = partial(
+        parallelize, model, mesh, segments=sizes.segments_per_rank, receive=sizes.receive_rows(tile)
+    )
     if not model.norm.weight.is_meta:
         with said_once(mesh.world, UserError):  # every rank has the same model and sizes
-            return parallelize(model, mesh, segments=segments, receive=receive)
+            return put()
     assert weights is not None
     if mesh.devices is not None:
         mesh.view("world", mesh.devices.device_type)  # ranks meet for it, and for nothing in what follows
     with together(mesh.world), loading(), weights() as numbers:
-        parallelize(model, mesh, segments=segments, receive=receive, weights=numbers)
-    return model
+        return put(weights=numbers)
 
 
 def _fill(weights: Weights | None, module: nn.Module, prefix: str) -> None:

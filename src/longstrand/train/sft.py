@@ -154,14 +154,8 @@ def spread(
             missing,
         )
     model, source = prepared.model, model_source(recipe.model)
-    place_model(
-        model,
-        mesh,
-        partial(open_weights, source, model, recipe.run.seed, recipe.model.init),
-        segments=recipe.parallel.segments_per_rank,
-        receive=recipe.parallel.receive_rows(recipe.memory.tile),
-        loading=loading,
-    )
+    weights = partial(open_weights, source, model, recipe.run.seed, recipe.model.init)
+    place_model(model, mesh, weights, recipe.parallel, recipe.memory.tile, loading=loading)
     with said_once(mesh.world, CheckFailed):
         forms_of(recipe, model).require(recipe.kernels.require)
     check_machine(recipe, model)
